@@ -1,0 +1,1 @@
+"""The native core as Python sees it (native/binding.cpp). Buffers are little-endian."""

@@ -1,0 +1,92 @@
+"""What engines say, as plain values: the vocabulary between the codec and the service.
+
+Numbers cross this boundary as little-endian buffers, never as Python integers one by one: a 256-block event
+carries 4,096 token ids, and building an object for each costs more than indexing them.
+
+    block_hashes   uint64, one a block: the engine's own names (negative ones as two's complement,
+                   byte digests by their last 8 bytes read big-endian, which is what vLLM's integer form is)
+    token_ids      uint32, block_size a block
+    extra_keys     one canonical encoding a block (see app/index/hashing.py), b"" where a block has none
+
+No behaviour here, and no check: whoever builds these values (the codec) has checked them.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Tier(enum.IntEnum):
+    """Where a block lies, fastest first; the engine's `medium`, normalised."""
+
+    GPU = 0
+    CPU = 1
+    DISK = 2
+    EXTERNAL = 3
+
+    @property
+    def label(self) -> str:
+        return self.name.lower()
+
+
+class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
+    """Consecutive blocks that a rank now holds on `tier`, the first of them a child of `parent_block_hash`.
+
+    An empty `token_ids` is a placeholder: blocks that the source has named before, now also on this tier.
+    """
+
+    block_hashes: bytes
+    parent_block_hash: int | None
+    token_ids: bytes
+    block_size: int
+    lora: str | None = None
+    tier: Tier = Tier.GPU
+    group: int = 0
+    extra_keys: tuple[bytes, ...] | None = None
+
+    @property
+    def block_count(self) -> int:
+        return len(self.block_hashes) // 8
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True):
+    """One copy of each of these blocks left `tier`."""
+
+    block_hashes: bytes
+    tier: Tier = Tier.GPU
+    group: int = 0
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine reset its prefix cache: the GPU tier of this rank is empty; offload tiers are not concerned."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class RejectedEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event of a batch that was skipped.
+
+    `reason` is one of a small fixed set (a metric label); `detail` is the sentence for a person.
+    """
+
+    index: int
+    reason: str
+    detail: str
+
+
+class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """What one message carries, in order. `positions[i]` is the place of `events[i]` in the message.
+
+    `ignored` counts events that are well-formed but say nothing about reusable prefixes
+    (blocks of sliding-window or state-space groups).
+    """
+
+    events: tuple[Event, ...]
+    positions: tuple[int, ...]
+    rejected: tuple[RejectedEvent, ...] = ()
+    ignored: int = 0
+    ts: float | None = None
+    dp_rank: int | None = None

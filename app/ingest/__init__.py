@@ -1,0 +1,1 @@
+"""Bytes to events: wire codec, sockets, sequence numbers."""

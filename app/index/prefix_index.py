@@ -1,0 +1,174 @@
+"""The prefix index: which source holds which leading blocks of a prompt, on which tier.
+
+CONTRACT (tests/reference.py is this text as plain Python; the native core must not be told apart from it)
+
+Time. `now` is an integer count of ticks of TICK_MS since the index was made; it never goes backwards.
+
+Hash. seed(context) = XXH64(msgpack([model, lora or nil, block_size]), seed=0);
+h[0] = XXH64(block bytes, seed(context)), h[i] = XXH64(block bytes, seed=h[i-1]);
+block bytes = token ids as uint32 LE, then the block's canonical extra keys (possibly none).
+
+Words. A slot is (source, context, tier, group). An engine hash E *names* prefix P in a slot, with a count of copies >= 1.
+A slot holds P while at least one of its names is for P. An entry is P with the slots that hold it and `last_seen`.
+
+Expiry. An entry is expired when ttl > 0 and now - last_seen >= ttl. An expired entry is gone, and with it every name of
+it and every speculative mark of nobody: nothing that happens later can tell it from one that never was.
+The same holds for an entry that capacity evicted.
+
+store(source, context, tier, group, engine_hashes, parent, token_ids, extra_keys)
+  parent None: the first block is a root. Else the parent is looked up among the source's names in this context: first in
+  the same slot, then in the source's other slots by (tier, group) ascending. Unknown: the event becomes an orphan.
+  Each block (E, P), in order: if the slot names E for another prefix P', that name is dropped with all its copies first
+  (newest wins). If the slot names E for P: copies + 1 (or stays 1 when `count_copies` is off). Else: name made, copies = 1.
+  last_seen = now. A speculative mark of the same (source, context, P) is removed: it is confirmed now.
+  After each block: orphans that wait for (source, context, E) are chained to P, oldest first, before the next block.
+orphans
+  An orphan keeps its slot, parent hash, engine hashes, tokens, extra keys and one living copy of each block. Chaining it is
+  the store of its living blocks; dead blocks only lend their hash to the chain (and release their own waiters).
+  Expired like entries, by the tick it came. Bounded by `orphan_blocks_max` blocks in all: the oldest are dropped to make
+  room (one that is larger than the bound is dropped itself). Drops (not expiry) are reported by `orphan_drops`.
+place(source, tier, group, engine_hashes)  blocks known by name only (placeholders)
+  Each E is looked up among all names of the source: by (tier, group, context) ascending. Found: (E, P) is stored as above in
+  the slot of that context. Unknown: counted, nothing else.
+remove(source, tier, group, engine_hashes)
+  Each E, in every context where that slot names E: copies - 1; at 0 the name goes; when it was the slot's last name for P the
+  slot no longer holds P; an entry that nobody holds is gone. Where no slot names E: the oldest orphan of
+  the same source, tier and group with a living E loses that copy. Else: counted as unknown.
+clear(source, tier=None, context=None)
+  All slots of the source that fit hold nothing and name nothing; their orphans are dropped (not reported). With tier None
+  (everything) or GPU, the source's speculative marks go too (in that context or in all).
+drop_source(source): clear of everything; the id is not used again.
+match(context, token_ids | prefix_hashes)
+  For each source and each tier t: depth[t] = number of leading blocks each held by the source on some tier <= t.
+  speculative depth = the same with any tier or a speculative mark. Rows for sources with any depth > 0.
+  Every block of the longest confirmed depth gets last_seen = now; no other.
+add_speculative(context, source, prefix_hashes, ttl): marks (source, context, P) until now + ttl (the later of old and new);
+  a P that the source holds is skipped. Gone when now >= deadline. Bounded by `speculative_blocks_max`: surplus is refused.
+capacity
+  A context never has more than `prefixes_per_context_max` entries: before an insertion that would exceed it, about a
+  sixteenth (at least one) of the least recently seen entries is evicted. More than `contexts_max` contexts: the
+  least recently used one (stored into or matched) is dropped whole, with its names, orphans and marks.
+
+Work. Clear, drop and context drop are O(1): dead slots are masked in every query and swept in slices by `sweep`.
+"""
+
+from __future__ import annotations
+
+TICK_MS = 100
+
+# INTERFACE DRAFT (native body follows)
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IndexLimits:
+    """Bounds of the index; `ttl_ticks` 0 means that entries do not expire."""
+
+    ttl_ticks: int = 12_000
+    contexts_max: int = 1_000
+    prefixes_per_context_max: int = 10_000_000
+    orphan_blocks_max: int = 65_536
+    speculative_blocks_max: int = 262_144
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoreResult:
+    stored_blocks: int  # blocks indexed by this call, chained orphans included
+    orphan_blocks: int  # blocks of this call that now wait for their parent
+    unknown_blocks: int  # placeholders that the source never named
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RemoveResult:
+    removed_blocks: int  # copies taken away (from slots or from orphans)
+    unknown_blocks: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Depths:
+    """One row of a match: depths in blocks, `tiers[t]` cumulative over tiers 0..t (see app.events.Tier)."""
+
+    source: int
+    tiers: tuple[int, int, int, int]
+    speculative: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ContextInfo:
+    id: int
+    model: str
+    lora: str | None
+    block_size: int
+    prefixes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SweepResult:
+    visited: int  # table entries looked at; 0 when there was nothing to do
+    expired: int  # entries that outlived the TTL
+    idle: bool  # nothing is dead, expired or pending as far as a full pass could see
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IndexStats:
+    contexts: int
+    prefixes: int  # entries, swept or not
+    holder_sets: int
+    engine_keys: int
+    copies: int  # names with more than one copy
+    orphan_blocks: int
+    speculative_blocks: int
+    bytes: int  # held by the native tables
+    expired: int  # since start
+    evicted: int  # by capacity, since start
+    contexts_evicted: int
+    orphans_dropped: int  # blocks
+    orphans_expired: int  # blocks
+    speculative_refused: int
+
+
+class PrefixIndex:
+    """See the module's contract. Every buffer argument is little-endian; a length that does not fit raises InvalidInput."""
+
+    def __init__(self, limits: IndexLimits) -> None: ...
+    def context(self, model: str, lora: str | None, block_size: int, now: int) -> int:
+        """Id of the context, made when new (counts as use)."""
+
+    def find_contexts(self, model: str, lora: str | None) -> list[ContextInfo]:
+        """Existing contexts of a model and adapter, one a block size, oldest first. Does not count as use."""
+
+    def contexts(self) -> list[ContextInfo]: ...
+    def add_source(self) -> int: ...
+    def drop_source(self, source: int) -> None: ...
+    def store(
+        self, source: int, context: int, *, tier: int, group: int, engine_hashes: bytes, parent: int | None,
+        token_ids: bytes, extra_keys: tuple[bytes, ...] | None, now: int, count_copies: bool = True,
+    ) -> StoreResult: ...
+    def place(
+        self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int, count_copies: bool = True
+    ) -> StoreResult: ...
+    def remove(self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int) -> RemoveResult: ...
+    def clear(self, source: int, *, tier: int | None = None, context: int | None = None) -> None: ...
+    def match_tokens(
+        self, context: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None, now: int
+    ) -> list[Depths]: ...
+    def match_hashes(self, context: int, prefix_hashes: bytes, now: int) -> list[Depths]: ...
+    def prefix_hashes(
+        self, model: str, lora: str | None, block_size: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None
+    ) -> bytes:
+        """uint64 LE, one a full block; makes no context."""
+
+    def add_speculative(self, context: int, source: int, prefix_hashes: bytes, ttl_ticks: int, now: int) -> int: ...
+    def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]:
+        """(source, tier, group) of every slot that holds the prefix, sorted; for tests and dumps."""
+
+    def blocks_by_tier(self, source: int) -> tuple[int, int, int, int]:
+        """Blocks held per tier (distinct prefixes per slot, summed over contexts and groups); expired ones count until swept."""
+
+    def orphan_blocks(self, source: int) -> int: ...
+    def orphan_drops(self) -> list[tuple[int, int]]:
+        """(source, blocks) dropped for want of room since the last call."""
+
+    def sweep(self, now: int, visits_max: int) -> SweepResult: ...
+    def stats(self) -> IndexStats: ...

@@ -142,24 +142,43 @@ class PrefixIndex:
     def add_source(self) -> int: ...
     def drop_source(self, source: int) -> None: ...
     def store(
-        self, source: int, context: int, *, tier: int, group: int, engine_hashes: bytes, parent: int | None,
-        token_ids: bytes, extra_keys: tuple[bytes, ...] | None, now: int, count_copies: bool = True,
+        self,
+        source: int,
+        context: int,
+        *,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        parent: int | None,
+        token_ids: bytes,
+        extra_keys: tuple[bytes, ...] | None,
+        now: int,
+        count_copies: bool = True,
     ) -> StoreResult: ...
     def place(
         self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int, count_copies: bool = True
     ) -> StoreResult: ...
-    def remove(self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int) -> RemoveResult: ...
+    def remove(
+        self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int
+    ) -> RemoveResult: ...
     def clear(self, source: int, *, tier: int | None = None, context: int | None = None) -> None: ...
     def match_tokens(
         self, context: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None, now: int
     ) -> list[Depths]: ...
     def match_hashes(self, context: int, prefix_hashes: bytes, now: int) -> list[Depths]: ...
     def prefix_hashes(
-        self, model: str, lora: str | None, block_size: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None
+        self,
+        model: str,
+        lora: str | None,
+        block_size: int,
+        token_ids: bytes,
+        extra_keys: tuple[bytes, ...] | None,
     ) -> bytes:
         """uint64 LE, one a full block; makes no context."""
 
-    def add_speculative(self, context: int, source: int, prefix_hashes: bytes, ttl_ticks: int, now: int) -> int: ...
+    def add_speculative(
+        self, context: int, source: int, prefix_hashes: bytes, ttl_ticks: int, now: int
+    ) -> int: ...
     def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]:
         """(source, tier, group) of every slot that holds the prefix, sorted; for tests and dumps."""
 

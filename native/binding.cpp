@@ -73,9 +73,8 @@ void bind_index(nb::module_& m) {
                  Limits{ttl, contexts_max, prefixes_per_context_max, orphan_blocks_max, speculative_blocks_max});
            })
       .def("add_context", &PrefixIndex::add_context)
-      .def("drop_context", &PrefixIndex::drop_context)
+      .def("touch_context", &PrefixIndex::touch_context)
       .def("context_size", &PrefixIndex::context_size)
-      .def("has_context", &PrefixIndex::has_context)
       .def("add_source", &PrefixIndex::add_source)
       .def("has_source", &PrefixIndex::has_source)
       .def("drop_source", &PrefixIndex::drop_source)

@@ -177,6 +177,8 @@ class PrefixIndex {
     remains_ = true;
   }
 
+  void touch_context(uint32_t id) { use(id); }
+
   size_t context_size(uint32_t id) const {
     const auto found = contexts_.find(id);
     return found == contexts_.end() ? 0 : found->second->prefixes.size();
@@ -187,7 +189,6 @@ class PrefixIndex {
     return source_count_;
   }
   bool has_source(uint32_t source) const { return sources_.contains(source); }
-  bool has_context(uint32_t context) const { return contexts_.contains(context); }
 
   void drop_source(uint32_t source) {
     clear(source, std::nullopt, std::nullopt);
@@ -243,10 +244,10 @@ class PrefixIndex {
     Removed result;
     for (size_t i = 0; i < engine_hashes.size(); ++i) {
       if (i + kAhead < engine_hashes.size()) names_.prefetch(mix64(engine_hashes[i + kAhead]));
-      if (remove_name(place, engine_hashes[i], now) || remove_from_orphan(place, engine_hashes[i]))
-        ++result.removed;
-      else
-        ++result.unknown;
+      uint64_t removed = remove_name(place, engine_hashes[i], now);
+      if (removed == 0 && remove_from_orphan(place, engine_hashes[i])) removed = 1;
+      result.removed += removed;
+      result.unknown += removed == 0 ? 1 : 0;
     }
     return result;
   }
@@ -725,8 +726,8 @@ class PrefixIndex {
     return entry;
   }
 
-  // Takes one copy away in every context where the place's slot names the hash; tells whether there was any.
-  bool remove_name(const Place& place, uint64_t engine_hash, Tick now) {
+  // Takes one copy away in every context where the place's slot names the hash; returns how many that were.
+  uint64_t remove_name(const Place& place, uint64_t engine_hash, Tick now) {
     const uint64_t key = mix64(engine_hash);
     targets_.clear();
     for (const Name* name = names_.find(key); name != nullptr; name = names_.next_equal(const_cast<Name*>(name))) {
@@ -735,7 +736,7 @@ class PrefixIndex {
       const std::optional<uint32_t> slot = find_slot(*found->second, place);
       if (slot && sets_.contains(name->owners, *slot)) targets_.emplace_back(found->second.get(), *slot);
     }
-    bool removed = false;
+    uint64_t removed = 0;
     for (const auto& [context, slot] : targets_) {
       Name* name = names_.find(key);
       while (sets_.context(name->owners) != context->id || !sets_.contains(name->owners, slot))
@@ -746,7 +747,7 @@ class PrefixIndex {
         set_surplus(copies_, key, context->id, slot, more - 1);
       else
         disown(*context, slot, name, now);
-      removed |= held;
+      removed += held ? 1 : 0;
     }
     return removed;
   }

@@ -795,12 +795,13 @@ class PrefixIndex {
     return mix64(engine_hash ^ mix64((uint64_t{source} << 32) | context));
   }
 
+  // Returns the number of blocks that now wait.
   uint64_t keep_orphan(const Place& place, const Context& context, std::span<const uint64_t> engine_hashes,
                        uint64_t parent, const uint8_t* tokens, ExtraKeys extra, Tick now) {
     const size_t blocks = engine_hashes.size();
     if (blocks > limits_.orphan_blocks_max) {
       note_drop(place.source, blocks);
-      return blocks;
+      return 0;
     }
     while (orphan_blocks_ + blocks > limits_.orphan_blocks_max) {
       note_drop(orphans_.front().place.source, orphans_.front().engine_hashes.size());

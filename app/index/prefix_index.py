@@ -159,8 +159,8 @@ class _Context:
 
 
 class PrefixIndex:
-    """See the module's contract. A buffer whose length does not fit raises InvalidInput, an id that is not (or no
-    longer) known KeyError; nothing has changed then."""
+    """See the module's contract. A buffer whose length does not fit raises InvalidInput, and nothing has changed then.
+    The id of a source or context that is gone is the caller's bug."""
 
     def __init__(self, limits: IndexLimits) -> None:
         self._core = _native.PrefixIndex(
@@ -232,6 +232,7 @@ class PrefixIndex:
         count_copies: bool = True,
     ) -> StoreResult:
         self._require_source(source)
+        self._require_context(context)
         block_size = self._contexts[context].block_size
         if len(engine_hashes) % 8:
             raise InvalidInput("engine hashes must be 8 bytes each", field="block_hashes")
@@ -241,6 +242,10 @@ class PrefixIndex:
                 f"{blocks} blocks of {block_size} tokens need {blocks * block_size} token ids, "
                 f"not {len(token_ids) / 4:g}",
                 field="token_ids",
+            )
+        if extra_keys is not None and len(extra_keys) != blocks:
+            raise InvalidInput(
+                f"{blocks} blocks need {blocks} extra keys, not {len(extra_keys)}", field="extra_keys"
             )
         return StoreResult(
             *self._core.store(
@@ -256,9 +261,7 @@ class PrefixIndex:
             raise InvalidInput("engine hashes must be 8 bytes each", field="block_hashes")
         return StoreResult(*self._core.place(source, tier, group, engine_hashes, now, count_copies))
 
-    def remove(
-        self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int
-    ) -> RemoveResult:
+    def remove(self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int) -> RemoveResult:
         self._require_source(source)
         if len(engine_hashes) % 8:
             raise InvalidInput("engine hashes must be 8 bytes each", field="block_hashes")
@@ -336,12 +339,10 @@ class PrefixIndex:
         return IndexStats(*self._core.statistics())
 
     def _require_source(self, source: int) -> None:
-        if not self._core.has_source(source):
-            raise KeyError(source)
+        assert self._core.has_source(source), f"source {source} was dropped or never added"
 
     def _require_context(self, context: int) -> None:
-        if context not in self._contexts:
-            raise KeyError(context)
+        assert context in self._contexts, f"context {context} was evicted or never made"
 
 
 def context_seed(model: str, lora: str | None, block_size: int) -> int:

@@ -132,8 +132,9 @@ class Registry:
             if source.last_event_at_s is None or self._clock() - source.last_event_at_s < deadline_s:
                 return
             del self._spoke[source.index_id]
-            self.reset(source, "it is silent past its deadline")
-            self.set_stream(source, SourceState.DOWN, f"silent for {deadline_s:g} s: it holds nothing now")
+            cause = f"silent for {deadline_s:g} s: it holds nothing now"
+            self.set_stream(source, SourceState.DOWN, cause)
+            self.reset(source, cause)
 
     def welcome_back(self, source: Source) -> None:
         """A source that was reset for its silence spoke: what it stored before is not known any more."""

@@ -1,103 +1,137 @@
 """The one writer: every event and every query of the process goes through here, on the event loop's thread.
 
-INTERFACE DRAFT (bodies follow)
+It holds the three parts together over one index and one clock: app/registry.py (pods, sources, trust),
+app/batches.py (events), app/queries.py (matches). What they share is said there; what a caller needs is said
+here.
+
+Nothing here blocks, and nothing but `tick` and `stats` takes longer than its input: `tick` does a bounded
+slice (`sweep_visits_max` index entries and a few silent sources), `stats` a pass over the sources.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from app.events import EventBatch, RejectedEvent, Tier
+from app.batches import Batches, BatchResult
+from app.config import Settings
+from app.errors import InvalidInput
+from app.events import EventBatch, Tier
+from app.index.interface import Index, ticks
+from app.index.prefix_index import TICK_MS, IndexLimits
 from app.pods import Pod, PodSpec, SourceState
+from app.queries import MatchQuery, MatchResult, Queries
+from app.registry import PodListener, Registry
+from app.scoring import TIER_LABELS, MatchRow
+
+__all__ = [
+    "BatchResult",
+    "IndexerService",
+    "MatchQuery",
+    "MatchResult",
+    "MatchRow",
+    "PodListener",
+    "index_limits",
+]
+
+SILENCES_PER_TICK_MAX = 64  # resets of silent sources in one tick; the others follow in the next
+
+_SUMMED = (
+    "batches",
+    "duplicates",
+    "ignored",
+    "stored_blocks",
+    "removed_blocks",
+    "unknown_blocks",
+    "orphans",
+    "orphans_dropped",
+    "gaps",
+    "replays",
+    "restarts",
+)
 
 
-class PodListener(Protocol):
-    """Told when pods come and go (the ZMQ ingest follows them)."""
-
-    def pod_added(self, spec: PodSpec) -> None: ...
-    def pod_removed(self, name: str) -> None: ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class BatchResult:
-    """What a batch did. `orphans` counts blocks that wait for their parent."""
-
-    accepted: int = 0
-    stored_blocks: int = 0
-    removed_blocks: int = 0
-    orphans: int = 0
-    rejected: tuple[RejectedEvent, ...] = ()
-    duplicate: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MatchQuery:
-    """Exactly one of `token_ids` (uint32, little-endian) and `prefix_hashes` (uint64, little-endian) is set.
-
-    `extra_keys` are canonical encodings, one a block (fewer are padded with none).
-    """
-
-    model: str
-    lora: str | None = None
-    token_ids: bytes | None = None
-    prefix_hashes: bytes | None = None
-    extra_keys: tuple[bytes, ...] | None = None
-    block_size: int | None = None
-    pods: frozenset[str] | None = None
-    include_hashes: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MatchRow:
-    pod: str
-    dp_rank: int
-    matched_blocks: int
-    matched_tokens: int
-    reusable_tokens: int
-    percent: float
-    tiers: Mapping[str, int]  # tier label -> depth in blocks, cumulative from fast to slow
-    speculative_blocks: int  # depth when blocks announced by AddPrefix count too; >= matched_blocks
-    state: SourceState
-    last_event_age_s: float | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MatchResult:
-    model: str
-    lora: str | None
-    block_size: int
-    tokens: int
-    blocks: int
-    matches: tuple[MatchRow, ...]  # best first
-    prefix_hashes: bytes | None  # uint64, little-endian
+def index_limits(settings: Settings) -> IndexLimits:
+    """The bounds of the index that belong to `settings`."""
+    return IndexLimits(
+        ttl_ticks=ticks(settings.ttl_s),
+        contexts_max=settings.contexts_max,
+        prefixes_per_context_max=settings.prefixes_per_context_max,
+        orphan_blocks_max=settings.orphan_blocks_max,
+        speculative_blocks_max=settings.speculative_blocks_max,
+    )
 
 
 class IndexerService:
-    """All calls are synchronous, non-blocking and made from one thread."""
+    """All calls are synchronous, non-blocking and made from one thread. `clock` gives monotonic seconds."""
 
-    def __init__(self, settings: Any, *, clock: Callable[[], float], metrics: Any = None) -> None: ...
-
-    listeners: list[PodListener]
-    pods: Mapping[str, Pod]
+    def __init__(self, settings: Settings, index: Index, *, clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._index = index
+        self._clock = clock
+        self._started_s = clock()
+        self._registry = Registry(settings, index, clock)
+        self._batches = Batches(settings, index, self._registry, now=self._now)
+        self._queries = Queries(settings, index, self._registry, clock=clock, now=self._now)
 
     # -- pods
-    def register(self, spec: PodSpec) -> Pod: ...  # idempotent; a changed spec re-registers and clears
-    def pod(self, name: str) -> Pod: ...  # raises UnknownPod
-    def drop_pod(self, name: str) -> None: ...  # raises UnknownPod
+
+    @property
+    def pods(self) -> Mapping[str, Pod]:
+        return self._registry.pods
+
+    @property
+    def listeners(self) -> list[PodListener]:
+        return self._registry.listeners
+
+    def register(self, spec: PodSpec) -> Pod:
+        """Idempotent. A pod whose endpoints, model, adapter or block size change starts empty.
+
+        Raises InvalidInput, or LimitExceeded (`pods_max`, `dp_ranks_max`).
+        """
+        return self._registry.register(spec)
+
+    def pod(self, name: str) -> Pod:
+        """Raises UnknownPod."""
+        return self._registry.find(name)
+
+    def drop_pod(self, name: str) -> None:
+        """Raises UnknownPod."""
+        self._registry.drop(name)
+
     def remove_blocks(
-        self,
-        pod: str,
-        *,
-        model: str | None,
-        lora: str | None,
-        dp_rank: int | None,
-        tier: Tier | None,
-    ) -> int: ...
-    def blocks_by_tier(self, pod: str, dp_rank: int) -> Mapping[str, int]: ...
+        self, pod: str, *, model: str | None, lora: str | None, dp_rank: int | None, tier: Tier | None
+    ) -> int:
+        """Forgets what a pod holds, where given only of an adapter ("" is the bare model), a rank, a tier.
+
+        Returns the blocks that were forgotten. Raises UnknownPod; InvalidInput for another model or a rank
+        that never spoke.
+        """
+        found = self._registry.find(pod)
+        self._registry.check_model(found, model)
+        if dp_rank is not None and dp_rank not in found.sources:
+            raise InvalidInput(f"pod {pod!r} has no rank {dp_rank}", field="dp_rank")
+        ids = [s.index_id for rank, s in found.sources.items() if dp_rank is None or rank == dp_rank]
+        contexts: list[int | None] = [None]
+        if lora is not None:
+            contexts = [context.id for context in self._index.find_contexts(found.spec.model, lora)]
+        before = sum(sum(self._index.blocks_by_tier(index_id)) for index_id in ids)
+        for index_id in ids:
+            for context in contexts:
+                self._index.clear(index_id, tier=tier, context=context)
+        return before - sum(sum(self._index.blocks_by_tier(index_id)) for index_id in ids)
+
+    def blocks_by_tier(self, pod: str, dp_rank: int) -> Mapping[str, int]:
+        """Tier label -> blocks held; {} for a rank that never spoke. Raises UnknownPod."""
+        source = self._registry.find(pod).sources.get(dp_rank)
+        if source is None:
+            return {}
+        return dict(zip(TIER_LABELS, self._index.blocks_by_tier(source.index_id), strict=True))
 
     # -- events
+
     def post(
         self,
         pod: str,
@@ -108,20 +142,73 @@ class IndexerService:
         seq: int | None,
         lora: str | None,
     ) -> BatchResult:
-        """A batch that came by HTTP: registers the pod on first contact, deduplicates by `seq`."""
+        """A batch that came by HTTP: registers the pod on first contact, deduplicates by `seq`.
+
+        `lora` is the adapter of events that name none. The first `seq` of a source is taken as it is; one
+        that was seen changes nothing; one past the next says that batches were lost, and the source is
+        degraded. Raises, with nothing changed: InvalidInput for an unknown pod without a model and for
+        another model than the pod's; LimitExceeded; BatchRejected when events were sent and every one of them
+        is bad.
+        """
+        return self._batches.post(pod, batch, model=model, dp_rank=dp_rank, seq=seq, lora=lora)
 
     def apply(self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None) -> BatchResult:
-        """The next batch of a stream whose order and completeness the caller vouches for (ZMQ ingest, replication)."""
+        """The next batch of a stream whose order and completeness the caller vouches for.
+
+        Raises UnknownPod, and LimitExceeded for a rank past `dp_ranks_max`.
+        """
+        return self._batches.apply(pod, dp_rank, batch, seq=seq)
+
+    def remove_everywhere(self, model: str, lora: str | None, engine_hashes: bytes) -> int:
+        """Removal without a source: one GPU copy of each block leaves every pod of the model that names it.
+
+        Pods that serve another adapter than `lora` only are left alone. Returns the copies removed. Only
+        right where pods agree on their engine hashes. O(sources of the model).
+        """
+        removed = 0
+        for pod in self.pods.values():
+            if pod.spec.model != model or pod.spec.lora not in (None, lora):
+                continue
+            for source in pod.sources.values():
+                copies = self._index.remove(
+                    source.index_id, tier=Tier.GPU, group=0, engine_hashes=engine_hashes, now=self._now()
+                ).removed_blocks
+                source.removed_blocks += copies
+                removed += copies
+        return removed
 
     def reset_source(self, pod: str, dp_rank: int, *, restarted: bool) -> None:
-        """Everything this rank held is gone (engine restart, silence past the deadline). O(1)."""
+        """Everything this rank held is gone (engine restart, silence past the deadline). O(1).
+
+        Its last sequence number and learned block size are forgotten, and it is no longer degraded.
+        """
+        source = self._registry.source(pod, dp_rank)
+        source.restarts += restarted
+        self._registry.reset(source, "the engine restarted" if restarted else "its deadline is past")
 
     def set_source_state(
         self, pod: str, dp_rank: int, state: SourceState, *, gaps: int = 0, replays: int = 0, cause: str = ""
-    ) -> None: ...
+    ) -> None:
+        """What the ingest learned of a stream; `gaps` and `replays` are added to the counters.
+
+        DEGRADED says that batches were lost for good: it stays until a reset, or a clear that makes the
+        picture true (see app/registry.py), and LIVE says only that the stream is whole from here on.
+        """
+        source = self._registry.source(pod, dp_rank)
+        source.gaps += gaps
+        source.replays += replays
+        if state is SourceState.DEGRADED:
+            self._registry.lose(source, cause)
+            self._registry.set_stream(source, SourceState.LIVE, cause)
+        else:
+            self._registry.set_stream(source, state, cause)
 
     # -- queries
-    def match(self, query: MatchQuery) -> MatchResult: ...
+
+    def match(self, query: MatchQuery) -> MatchResult:
+        """Raises InvalidInput for buffers that do not fit."""
+        return self._queries.match(query)
+
     def prefix_hashes(
         self,
         model: str,
@@ -129,7 +216,14 @@ class IndexerService:
         token_ids: bytes,
         extra_keys: tuple[bytes, ...] | None,
         block_size: int | None,
-    ) -> bytes: ...
+    ) -> bytes:
+        """uint64, little-endian, one a full block of `unit(model, lora, block_size)` tokens."""
+        return self._queries.prefix_hashes(model, lora, token_ids, extra_keys, block_size)
+
+    def unit(self, model: str, lora: str | None, block_size: int | None) -> int:
+        """Tokens a block that answers count in: what is given, else the smallest size known of the model."""
+        return self._queries.unit(model, lora, block_size)
+
     def add_speculative(
         self,
         pod: str,
@@ -139,12 +233,43 @@ class IndexerService:
         prefix_hashes: bytes,
         ttl_s: float,
         block_size: int | None,
-    ) -> int: ...
-    def stats(self) -> dict[str, Any]: ...
+    ) -> int:
+        """A router says that it sent these blocks to a rank. Returns how many are marked (held ones are not).
 
-    # -- time
+        Raises UnknownPod; InvalidInput for another model than the pod's; LimitExceeded
+        (`speculative_ttl_s_max`, `dp_ranks_max`).
+        """
+        return self._queries.add_speculative(pod, dp_rank, model, lora, prefix_hashes, ttl_s, block_size)
+
+    # -- time and figures
+
     def tick(self) -> None:
         """Bounded slice of expiry, sweeping and deadlines; called from a timer."""
+        self._index.sweep(self._now(), self._settings.sweep_visits_max)
+        self._registry.reset_silent(SILENCES_PER_TICK_MAX)
 
+    def stats(self) -> dict[str, Any]:
+        """Plain values: `sources` by state, `events` by type and `totals` of the pods registered now;
+        `rejected` by reason and `queries` since the start.
+        """
+        sources = [source for pod in self.pods.values() for source in pod.sources.values()]
+        states = Counter(source.state for source in sources)
+        return {
+            "uptime_s": self._clock() - self._started_s,
+            "pods": len(self.pods),
+            "sources": {state.value: states[state] for state in SourceState},
+            "events": dict(sum((source.events for source in sources), Counter[str]())),
+            "rejected": dict(self._batches.rejected),
+            "totals": {name: sum(getattr(source, name) for source in sources) for name in _SUMMED},
+            "queries": {
+                "matches": self._queries.matches,
+                "matches_hit": self._queries.matches_hit,
+                "tokens_asked": self._queries.tokens_asked,
+                "tokens_matched": self._queries.tokens_matched,
+            },
+            "contexts": [dataclasses.asdict(context) for context in self._index.contexts()],
+            "index": dataclasses.asdict(self._index.stats()),
+        }
 
-def rank_rows(rows: Sequence[MatchRow]) -> tuple[MatchRow, ...]: ...
+    def _now(self) -> int:
+        return int((self._clock() - self._started_s) * 1000) // TICK_MS

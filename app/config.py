@@ -1,9 +1,9 @@
 """Every setting, once: name, default, bounds and the sentence that docs/operations.md shows.
 
 A setting `ttl_s` is the environment variable KVINDEXER_TTL_S and the option `--ttl-s`; an option wins over
-the variable. Nothing else in the package reads the environment. A variable with the prefix but an unknown name
-stops the start just like a value that cannot be: a misspelt bound that silently keeps its default is found in
-the worst hour.
+the variable. Nothing else in the package reads the environment. A variable with the prefix but an unknown
+name stops the start just like a value that cannot be: a misspelt bound that silently keeps its default is
+found in the worst hour.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ IndexerError
 │   └── UnreadableBody    bytes that are not the JSON or msgpack that they claim to be
 ├── UnknownPod            no pod of that name is registered
 ├── LimitExceeded         a bound was met; `bound` names the setting
+│   └── BodyTooLarge      a request body is longer than we read
 ├── Overloaded            a queue is full; the same call may go through later
 ├── InvalidSettings       a setting has an unknown name or an impossible value
 └── NativeCoreMissing     the compiled core is absent; there is no slow path in its place
@@ -13,18 +14,24 @@ IndexerError
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class IndexerError(Exception):
     """Base of all: `str(error)` is a sentence for the person who sent the input."""
 
 
 class InvalidInput(IndexerError):
-    """Input that cannot be accepted; `field` is its place as a dotted path, "" when it is the whole."""
+    """Input that cannot be accepted; `field` is its place as a dotted path, "" when it is the whole.
 
-    def __init__(self, detail: str, *, field: str = "") -> None:
+    `faults` are (field, detail) of every fault where there are several to name.
+    """
+
+    def __init__(self, detail: str, *, field: str = "", faults: Sequence[tuple[str, str]] = ()) -> None:
         super().__init__(detail)
         self.detail = detail
         self.field = field
+        self.faults = tuple(faults) or ((field, detail),)
 
 
 class UnreadableBatch(InvalidInput):
@@ -49,6 +56,10 @@ class LimitExceeded(IndexerError):
     def __init__(self, detail: str, *, bound: str) -> None:
         super().__init__(detail)
         self.bound = bound
+
+
+class BodyTooLarge(LimitExceeded):
+    """A request body is longer than we read; what came of it is forgotten."""
 
 
 class Overloaded(IndexerError):

@@ -3,6 +3,7 @@
 IndexerError
 ├── InvalidInput          a request or an event says something that cannot be; `field` names where
 │   ├── UnreadableBatch   bytes that are not a batch of events at all
+│   ├── BatchRejected     a batch of events without one that can be used; `rejected` says why, event by event
 │   └── UnreadableBody    bytes that are not the JSON or msgpack that they claim to be
 ├── UnknownPod            no pod of that name is registered
 ├── LimitExceeded         a bound was met; `bound` names the setting
@@ -15,6 +16,10 @@ IndexerError
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from app.events import RejectedEvent
 
 
 class IndexerError(Exception):
@@ -36,6 +41,16 @@ class InvalidInput(IndexerError):
 
 class UnreadableBatch(InvalidInput):
     """Bytes that are not a batch of KV events in any known wire form."""
+
+
+class BatchRejected(InvalidInput):
+    """A batch of events of which none can be used: nothing was changed."""
+
+    def __init__(self, rejected: tuple[RejectedEvent, ...]) -> None:
+        places = "; ".join(f"event {event.index}: {event.detail}" for event in rejected[:3])
+        more = f"; and {len(rejected) - 3} more" if len(rejected) > 3 else ""
+        super().__init__(f"no event of the batch can be used: {places}{more}", field="events")
+        self.rejected = rejected
 
 
 class UnreadableBody(InvalidInput):

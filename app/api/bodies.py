@@ -143,6 +143,14 @@ def extra_keys(fields: Fields, notation: str) -> list[list[Any] | None] | None:
     return None if raw is None else _decode(raw, notation, list[list[Any] | None] | None, "extra_keys")
 
 
+def raw_list(fields: Fields, notation: str, name: str) -> list[msgspec.Raw]:
+    """The elements of an array, each still raw."""
+    if name not in fields:
+        raise InvalidInput(f"{name} is needed", field=name)
+    items: list[msgspec.Raw] = _decode(fields[name], notation, list[msgspec.Raw], name)
+    return items
+
+
 def _numbers(
     fields: Fields, notation: str, name: str, typecode: str, value_max: int, count_max: int
 ) -> bytes | None:

@@ -1,5 +1,9 @@
 """The native core as Python sees it (native/binding.cpp). Buffers are little-endian; lengths are not checked here."""
 
+from typing import TypeAlias
+
+from typing_extensions import Buffer
+
 def xxh64(data: bytes, seed: int = 0) -> int: ...
 def prefix_hashes(
     seed: int, block_size: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None
@@ -55,3 +59,45 @@ class PrefixIndex:
     def orphan_drops(self) -> list[tuple[int, int]]: ...
     def sweep(self, now: int, visits_max: int) -> tuple[int, int, bool]: ...
     def statistics(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int]: ...
+
+# -- wire: raw spans of msgpack or JSON to buffers (native/wire.hpp)
+
+Opened: TypeAlias = bytes | list[bytes] | dict[str, bytes]
+
+class WireError(ValueError):
+    """A span that is not what it should be; `str(error)` is a sentence.
+
+    `fault` is one word: not_array, truncated, trailing, syntax, range, float, boolean, null, text, bytes,
+    empty, hex, nested_array, other, too_many. `index` is the element at fault.
+    """
+
+    fault: str
+    index: int
+
+def msgpack_token_ids(data: Buffer) -> bytes:
+    """An array of integers in 0..2^32-1, as uint32."""
+
+def msgpack_hashes(data: Buffer) -> bytes:
+    """An array of integers in -2^63..2^64-1 or byte strings, as uint64.
+
+    Negative ones as two's complement, bytes by their last 8 read big-endian.
+    """
+
+def json_token_ids(data: Buffer) -> bytes:
+    """The text of an array of integers in 0..2^32-1, as uint32."""
+
+def json_hashes(data: Buffer) -> bytes:
+    """The text of an array of integers in -2^63..2^64-1 or hexadecimal strings, as uint64."""
+
+def msgpack_children(data: Buffer, children_max: int) -> list[bytes] | dict[str, bytes]:
+    """The raw spans of the children of an array, or of a map by its text keys.
+
+    However deep they are nested, there is no recursion. A container of more than `children_max` values is
+    refused (a map has two an entry).
+    """
+
+def msgpack_grandchildren(data: Buffer, children_max: int) -> list[Opened] | dict[str, Opened]:
+    """The same, with children that are arrays or maps opened in their turn.
+
+    A map with a key that is not text stays raw.
+    """

@@ -10,6 +10,7 @@ IndexerError
 │   └── BodyTooLarge      a request body is longer than we read
 ├── Overloaded            a queue is full; the same call may go through later
 ├── InvalidSettings       a setting has an unknown name or an impossible value
+├── CannotListen          the address to listen on cannot be had
 └── NativeCoreMissing     the compiled core is absent; there is no slow path in its place
 """
 
@@ -83,6 +84,10 @@ class Overloaded(IndexerError):
 
 class InvalidSettings(IndexerError):
     """A setting has an unknown name or an impossible value."""
+
+
+class CannotListen(IndexerError):
+    """The address to listen on is taken, not ours, or none."""
 
 
 class NativeCoreMissing(IndexerError):

@@ -1,8 +1,8 @@
 """The only place where things are wired together: settings in, an ASGI application out.
 
-The event loop's thread is the one writer. The ZMQ ingest receives on a thread of its own and hands whole batches to
-the loop; a timer gives the service its slices of expiry. Start: pods are registered before the first request is
-served, so a router never sees an indexer that does not know its own configuration.
+The event loop's thread is the one writer. The ZMQ ingest receives on a thread of its own and hands whole
+batches to the loop; a timer gives the service its slices of expiry. Start: pods are registered before the
+first request is served, so a router never sees an indexer that does not know its own configuration.
 """
 
 from __future__ import annotations
@@ -43,7 +43,12 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
     service = IndexerService(settings, PrefixIndex(index_limits(settings)), clock=clock)
     ingest = ZmqIngest(service, lambda payload: _decode(payload, metrics), _zmq_settings(settings))
     metrics = Metrics(
-        Figures(stats=service.stats, pods=service.pods.values, gauges=ingest.gauges, counters=ingest.counters)
+        Figures(
+            stats=service.stats,
+            pods=lambda: service.pods.values(),
+            gauges=ingest.gauges,
+            counters=ingest.counters,
+        )
     )
     service.listeners.append(ingest)
     for spec in specs:

@@ -72,12 +72,13 @@ _SOURCE_COUNTERS = {
 class Figures:
     """Where a scrape reads what others count: called on the service's thread.
 
-    `stats` is IndexerService.stats, `queues` the number of waiting batches by queue.
+    `stats` is IndexerService.stats; `gauges` and `counters` are those of the ZMQ ingest, by name.
     """
 
     stats: Callable[[], Mapping[str, Any]]
     pods: Callable[[], Iterable[Pod]]
-    queues: Callable[[], Mapping[str, int]]
+    gauges: Callable[[], Mapping[str, int]]
+    counters: Callable[[], Mapping[str, int]]
 
 
 class Metrics:
@@ -155,9 +156,8 @@ class _FiguresCollector(Collector):
             {cause: index[key] for key, cause in _ORPHAN_CAUSES.items()},
         )
         yield _by_label(_counter("events_rejected", "Events skipped", "reason"), stats["rejected"])
-        yield _by_label(
-            _gauge("queue_batches", "Batches that wait in a queue", "queue"), self._figures.queues()
-        )
+        yield _by_label(_gauge("zmq_queue", "How full each bounded place is", "what"), self._figures.gauges())
+        yield _by_label(_counter("zmq", "What the ZMQ ingest has done", "what"), self._figures.counters())
         yield _gauge("pods", "Registered pods", value=len(pods))
         yield _gauge("uptime_seconds", "Time since the start", value=stats["uptime_s"])
         yield from _pod_families(pods)

@@ -1,8 +1,9 @@
-"""Whether a router should ask this process yet: what was configured has to be connected and caught up first.
+"""Whether a router should ask this process yet: what was configured has to be connected and caught up
+first.
 
-A pod that is down must not keep the indexer unready for ever, so after a time of grace it is ready with what it has; each
-match row says how far its source can be trusted anyway. Once ready, always ready: a pod that fails later is that
-pod's state, and no reason to take a whole replica out of service.
+A pod that is down must not keep the indexer unready for ever, so after a time of grace it is ready with
+what it has; each match row says how far its source can be trusted anyway. Once ready, always ready: a pod
+that fails later is that pod's state, and no reason to take a whole replica out of service.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from collections.abc import Callable, Iterable
 from app.pods import PodSpec, SourceState
 from app.service import IndexerService
 
-_WAITED_FOR = {SourceState.DOWN: "is not connected yet", SourceState.CATCHING_UP: "is replaying what was missed"}
+_WAITED_FOR = {
+    SourceState.DOWN: "is not connected yet",
+    SourceState.CATCHING_UP: "is replaying what was missed",
+}
 
 
 class Readiness:
@@ -21,7 +25,10 @@ class Readiness:
     ) -> None:
         self._service = service
         self._waiting = {
-            (spec.name, rank) for spec in pods if spec.zmq_endpoint is not None for rank in range(spec.dp_size)
+            (spec.name, rank)
+            for spec in pods
+            if spec.zmq_endpoint is not None
+            for rank in range(spec.dp_size)
         }
         self._clock = clock
         self._grace_s = grace_s

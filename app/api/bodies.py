@@ -24,9 +24,10 @@ from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
+from app import _native
 from app.api.problems import place, sentence
 from app.errors import BodyTooLarge, InvalidInput, LimitExceeded, UnreadableBody
-from app.schemas import HASH_MAX, TOKEN_ID_MAX
+from app.schemas import HASH_MAX
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
@@ -34,6 +35,8 @@ OCTETS = "application/octet-stream"
 
 _MSGPACK_NAMES = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
 _FIELDS_MAX = 64
+_NULL = {JSON: b"null", MSGPACK: b"\xc0"}
+_TOKEN_PARSERS = {JSON: _native.json_token_ids, MSGPACK: _native.msgpack_token_ids}
 
 Fields = dict[str, msgspec.Raw]
 Model = TypeVar("Model", bound=BaseModel)
@@ -121,13 +124,33 @@ def _validated(model: type[Model], values: Mapping[str, Any], *, strict: bool) -
 
 
 def token_ids(fields: Fields, notation: str, tokens_max: int) -> bytes | None:
-    """`token_ids` as uint32, little-endian; None when absent or null."""
-    return _numbers(fields, notation, "token_ids", "I", TOKEN_ID_MAX, tokens_max)
+    """`token_ids` as uint32, little-endian; None when absent or null. No object a token is made."""
+    raw = fields.get("token_ids")
+    if raw is None or memoryview(raw) == _NULL[notation]:
+        return None
+    try:
+        buffer = _TOKEN_PARSERS[notation](raw)
+    except _native.WireError as error:
+        field = f"token_ids[{error.index}]" if str(error).startswith("element") else "token_ids"
+        raise InvalidInput(f"token_ids: {error}", field=field) from None
+    _check_count("token_ids", len(buffer) // 4, tokens_max)
+    return buffer
 
 
 def prefix_hashes(fields: Fields, notation: str, hashes_max: int) -> bytes | None:
     """`prefix_hashes` as uint64, little-endian; None when absent or null."""
-    return _numbers(fields, notation, "prefix_hashes", "Q", HASH_MAX, hashes_max)
+    raw = fields.get("prefix_hashes")
+    values = None if raw is None else _decode(raw, notation, list[int] | None, "prefix_hashes")
+    if values is None:
+        return None
+    _check_count("prefix_hashes", len(values), hashes_max)
+    try:
+        return array.array("Q", values).tobytes()
+    except OverflowError:
+        index = next(i for i, value in enumerate(values) if not 0 <= value <= HASH_MAX)
+        raise InvalidInput(
+            f"prefix_hashes: element {index} is not in 0..{HASH_MAX}", field=f"prefix_hashes[{index}]"
+        ) from None
 
 
 def octet_token_ids(body: bytes, tokens_max: int) -> bytes:
@@ -149,23 +172,6 @@ def raw_list(fields: Fields, notation: str, name: str) -> list[msgspec.Raw]:
         raise InvalidInput(f"{name} is needed", field=name)
     items: list[msgspec.Raw] = _decode(fields[name], notation, list[msgspec.Raw], name)
     return items
-
-
-def _numbers(
-    fields: Fields, notation: str, name: str, typecode: str, value_max: int, count_max: int
-) -> bytes | None:
-    raw = fields.get(name)
-    if raw is None:
-        return None
-    values = _decode(raw, notation, list[int] | None, name)
-    if values is None:
-        return None
-    _check_count(name, len(values), count_max)
-    try:
-        return array.array(typecode, values).tobytes()
-    except OverflowError:
-        index = next(i for i, value in enumerate(values) if not 0 <= value <= value_max)
-        raise InvalidInput(f"{values[index]} is not in 0..{value_max}", field=f"{name}[{index}]") from None
 
 
 def _check_count(name: str, count: int, count_max: int) -> None:

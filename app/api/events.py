@@ -1,4 +1,6 @@
-"""Events in: JSON with an envelope, or exactly the payload that an engine publishes. When it is answered, a match sees it."""
+"""Events in: JSON with an envelope, or exactly the payload that an engine publishes. When it is answered, a
+match sees it.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,9 @@ router = APIRouter(prefix="/v1", tags=["events"])
 async def events(request: Request) -> Response:
     """Applies one batch of one rank of a pod; an unknown pod is registered when the batch names its model.
 
-    As `application/msgpack` the body is the payload frame that an engine publishes, of any vLLM or SGLang release,
-    and the other fields are query parameters. An event that cannot be used is skipped and named in `rejected`;
-    when none can be used, nothing changes and the answer is a 422 that names each fault.
+    As `application/msgpack` the body is the payload frame that an engine publishes, of any vLLM or SGLang
+    release, and the other fields are query parameters. An event that cannot be used is skipped and named in
+    `rejected`; when none can be used, nothing changes and the answer is a 422 that names each fault.
     """
     wiring = wiring_of(request)
     notation = bodies.content_type(request, bodies.JSON, bodies.MSGPACK)
@@ -50,9 +52,7 @@ async def events(request: Request) -> Response:
     return bodies.answer(request, _shown(result, batch))
 
 
-def _from_payload(
-    request: Request, service: IndexerService, body: bytes
-) -> tuple[EventsFields, EventBatch]:
+def _from_payload(request: Request, service: IndexerService, body: bytes) -> tuple[EventsFields, EventBatch]:
     fields = bodies.validate_query(EventsFields, request)
     return fields, decode_batch(body, block_size=_block_size(service, fields))
 
@@ -63,7 +63,12 @@ def _from_json(wiring: Wiring, body: bytes) -> tuple[EventsFields, EventBatch]:
     events = bodies.raw_list(raw, bodies.JSON, "events")
     _check_count(wiring, len(events))
     post = EventPost(
-        pod=fields.pod, events=events, dp_rank=fields.dp_rank, model=fields.model, seq=fields.seq, ts=fields.ts
+        pod=fields.pod,
+        events=events,
+        dp_rank=fields.dp_rank,
+        model=fields.model,
+        seq=fields.seq,
+        ts=fields.ts,
     )
     return fields, decode_json_events(post, block_size=_block_size(wiring.service, fields))
 

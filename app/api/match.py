@@ -16,6 +16,8 @@ from app.service import MatchQuery, MatchResult, MatchRow
 
 router = APIRouter(prefix="/v1", tags=["match"])
 
+HASHES_ALONE = "prefix_hashes have salts and extra keys in them already: send none beside them"
+
 _ARRAYS = ("token_ids", "prefix_hashes", "extra_keys")
 
 
@@ -53,10 +55,7 @@ def _fields_query(wiring: Wiring, body: bytes, notation: str) -> MatchQuery:
     if (token_ids is None) == (hashes is None):
         raise InvalidInput("exactly one of token_ids and prefix_hashes is needed", field="token_ids")
     if hashes is not None and (extra_keys is not None or fields.cache_salt):
-        raise InvalidInput(
-            "prefix_hashes have salts and extra keys in them already: send none beside them",
-            field="prefix_hashes",
-        )
+        raise InvalidInput(HASHES_ALONE, field="prefix_hashes")
     return _query(fields, token_ids=token_ids, prefix_hashes=hashes, extra_keys=extra_keys)
 
 

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from app.api import bodies
 from app.api.document import described
+from app.api.match import HASHES_ALONE
 from app.api.wiring import Wiring, wiring_of
 from app.errors import InvalidInput
 from app.extra_keys import query_extra_keys
@@ -44,14 +45,17 @@ async def prefixes(request: Request) -> Response:
     )
     given = bodies.prefix_hashes(raw, notation, wiring.settings.tokens_max)
     made = _hash(wiring, fields, raw, notation)
-    if (given is None) == (made is None):
+    announced = made if given is None else given
+    if announced is None or (given is not None and made is not None):
         raise InvalidInput("exactly one of token_ids and prefix_hashes is needed", field="token_ids")
+    if made is None and ("extra_keys" in raw or fields.cache_salt):
+        raise InvalidInput(HASHES_ALONE, field="prefix_hashes")
     added = wiring.service.add_speculative(
         fields.pod,
         fields.dp_rank,
         fields.model,
         fields.lora or None,
-        made if given is None else given,
+        announced,
         fields.ttl_s,
         fields.block_size,
     )

@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from app.errors import (
+    BatchRejected,
     BodyTooLarge,
     IndexerError,
     InvalidInput,
@@ -93,7 +94,9 @@ async def _indexer_error(_request: Request, error: Exception) -> JSONResponse:
     elif isinstance(error, Overloaded):
         headers = {"Retry-After": "1"}
     faults: Faults = [("", str(error))]
-    if isinstance(error, InvalidInput):
+    if isinstance(error, BatchRejected):
+        faults = [(f"events[{event.index}]", event.detail) for event in error.rejected]
+    elif isinstance(error, InvalidInput):
         faults = error.faults
     elif isinstance(error, UnknownPod):
         faults = [("pod", str(error))]

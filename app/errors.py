@@ -7,13 +7,16 @@ IndexerError
 │   └── UnreadableBody    bytes that are not the JSON or msgpack that they claim to be
 ├── UnknownPod            no pod of that name is registered
 ├── LimitExceeded         a bound was met; `bound` names the setting
+│   └── BodyTooLarge      a request body is longer than we read
 ├── Overloaded            a queue is full; the same call may go through later
 ├── InvalidSettings       a setting has an unknown name or an impossible value
+├── CannotListen          the address to listen on cannot be had
 └── NativeCoreMissing     the compiled core is absent; there is no slow path in its place
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,12 +28,16 @@ class IndexerError(Exception):
 
 
 class InvalidInput(IndexerError):
-    """Input that cannot be accepted; `field` is its place as a dotted path, "" when it is the whole."""
+    """Input that cannot be accepted; `field` is its place as a dotted path, "" when it is the whole.
 
-    def __init__(self, detail: str, *, field: str = "") -> None:
+    `faults` are (field, detail) of every fault where there are several to name.
+    """
+
+    def __init__(self, detail: str, *, field: str = "", faults: Sequence[tuple[str, str]] = ()) -> None:
         super().__init__(detail)
         self.detail = detail
         self.field = field
+        self.faults = tuple(faults) or ((field, detail),)
 
 
 class UnreadableBatch(InvalidInput):
@@ -67,12 +74,20 @@ class LimitExceeded(IndexerError):
         self.bound = bound
 
 
+class BodyTooLarge(LimitExceeded):
+    """A request body is longer than we read; what came of it is forgotten."""
+
+
 class Overloaded(IndexerError):
     """A queue is full: nothing was changed, and the same call may go through later."""
 
 
 class InvalidSettings(IndexerError):
     """A setting has an unknown name or an impossible value."""
+
+
+class CannotListen(IndexerError):
+    """The address to listen on is taken, not ours, or none."""
 
 
 class NativeCoreMissing(IndexerError):

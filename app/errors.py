@@ -6,6 +6,7 @@
     ├── UnknownPod            no pod of that name is registered
     ├── LimitExceeded         a bound was met; `bound` names the setting
     ├── Overloaded            a queue is full; the same call may go through later
+    ├── Unresponsive          another process did not answer, or not in time
     ├── InvalidSettings       a setting has an unknown name or an impossible value
     └── NativeCoreMissing     the compiled core is absent; there is no slow path in its place
 """
@@ -48,6 +49,10 @@ class LimitExceeded(IndexerError):
 
 class Overloaded(IndexerError):
     """A queue is full: nothing was changed, and the same call may go through later."""
+
+
+class Unresponsive(IndexerError):
+    """Another process did not answer, or not in time."""
 
 
 class InvalidSettings(IndexerError):

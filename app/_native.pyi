@@ -1,1 +1,103 @@
-"""The native core as Python sees it (native/binding.cpp). Buffers are little-endian."""
+"""The native core as Python sees it (native/binding.cpp). Buffers are little-endian; lengths are not checked here."""
+
+from typing import TypeAlias
+
+from typing_extensions import Buffer
+
+def xxh64(data: bytes, seed: int = 0) -> int: ...
+def prefix_hashes(
+    seed: int, block_size: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None
+) -> bytes: ...
+
+class PrefixIndex:
+    def __init__(
+        self,
+        ttl_ticks: int,
+        contexts_max: int,
+        prefixes_per_context_max: int,
+        orphan_blocks_max: int,
+        speculative_blocks_max: int,
+    ) -> None: ...
+    def add_context(self, seed: int, block_size: int) -> tuple[int, int | None]: ...
+    def touch_context(self, context: int) -> None: ...
+    def context_size(self, context: int) -> int: ...
+    def add_source(self) -> int: ...
+    def has_source(self, source: int) -> bool: ...
+    def drop_source(self, source: int) -> None: ...
+    def store(
+        self,
+        source: int,
+        context: int,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        parent: int | None,
+        token_ids: bytes,
+        extra_keys: tuple[bytes, ...] | None,
+        now: int,
+        count_copies: bool,
+    ) -> tuple[int, int, int]: ...
+    def place(
+        self, source: int, tier: int, group: int, engine_hashes: bytes, now: int, count_copies: bool
+    ) -> tuple[int, int, int]: ...
+    def remove(
+        self, source: int, tier: int, group: int, engine_hashes: bytes, now: int
+    ) -> tuple[int, int]: ...
+    def clear(self, source: int, tier: int | None, context: int | None) -> None: ...
+    def match_tokens(
+        self, context: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None, now: int
+    ) -> bytes:
+        """Rows of six uint32: source, depths of tiers 0..3 (cumulative), depth with speculative marks."""
+
+    def match_hashes(self, context: int, prefix_hashes: bytes, now: int) -> bytes: ...
+    def add_speculative(
+        self, context: int, source: int, prefix_hashes: bytes, ttl_ticks: int, now: int
+    ) -> int: ...
+    def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]: ...
+    def blocks_by_tier(self, source: int) -> tuple[int, int, int, int]: ...
+    def orphan_blocks(self, source: int) -> int: ...
+    def orphan_drops(self) -> list[tuple[int, int]]: ...
+    def sweep(self, now: int, visits_max: int) -> tuple[int, int, bool]: ...
+    def statistics(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int]: ...
+
+# -- wire: raw spans of msgpack or JSON to buffers (native/wire.hpp)
+
+Opened: TypeAlias = bytes | list[bytes] | dict[str, bytes]
+
+class WireError(ValueError):
+    """A span that is not what it should be; `str(error)` is a sentence.
+
+    `fault` is one word: not_array, truncated, trailing, syntax, range, float, boolean, null, text, bytes,
+    empty, hex, nested_array, other, too_many. `index` is the element at fault.
+    """
+
+    fault: str
+    index: int
+
+def msgpack_token_ids(data: Buffer) -> bytes:
+    """An array of integers in 0..2^32-1, as uint32."""
+
+def msgpack_hashes(data: Buffer) -> bytes:
+    """An array of integers in -2^63..2^64-1 or byte strings, as uint64.
+
+    Negative ones as two's complement, bytes by their last 8 read big-endian.
+    """
+
+def json_token_ids(data: Buffer) -> bytes:
+    """The text of an array of integers in 0..2^32-1, as uint32."""
+
+def json_hashes(data: Buffer) -> bytes:
+    """The text of an array of integers in -2^63..2^64-1 or hexadecimal strings, as uint64."""
+
+def msgpack_children(data: Buffer, children_max: int) -> list[bytes] | dict[str, bytes]:
+    """The raw spans of the children of an array, or of a map by its text keys.
+
+    However deep they are nested, there is no recursion. A container of more than `children_max` values is
+    refused (a map has two an entry).
+    """
+
+def msgpack_grandchildren(data: Buffer, children_max: int) -> list[Opened] | dict[str, Opened]:
+    """The same, with children that are arrays or maps opened in their turn.
+
+    A map with a key that is not text stays raw.
+    """

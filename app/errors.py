@@ -1,14 +1,15 @@
 """Every exception that this package raises for a fault of the world; faults of our own are assertions.
 
-    IndexerError
-    ├── InvalidInput          a request or an event says something that cannot be; `field` names where
-    │   └── UnreadableBatch   bytes that are not a batch of events at all
-    ├── UnknownPod            no pod of that name is registered
-    ├── LimitExceeded         a bound was met; `bound` names the setting
-    ├── Overloaded            a queue is full; the same call may go through later
-    ├── Unresponsive          another process did not answer, or not in time
-    ├── InvalidSettings       a setting has an unknown name or an impossible value
-    └── NativeCoreMissing     the compiled core is absent; there is no slow path in its place
+IndexerError
+├── InvalidInput          a request or an event says something that cannot be; `field` names where
+│   ├── UnreadableBatch   bytes that are not a batch of events at all
+│   └── UnreadableBody    bytes that are not the JSON or msgpack that they claim to be
+├── UnknownPod            no pod of that name is registered
+├── LimitExceeded         a bound was met; `bound` names the setting
+├── Overloaded            a queue is full; the same call may go through later
+├── Unresponsive          another process did not answer, or not in time
+├── InvalidSettings       a setting has an unknown name or an impossible value
+└── NativeCoreMissing     the compiled core is absent; there is no slow path in its place
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ class InvalidInput(IndexerError):
 
 class UnreadableBatch(InvalidInput):
     """Bytes that are not a batch of KV events in any known wire form."""
+
+
+class UnreadableBody(InvalidInput):
+    """Bytes that are not the JSON or msgpack that they claim to be, or are nested beyond reason."""
 
 
 class UnknownPod(IndexerError):

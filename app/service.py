@@ -99,7 +99,14 @@ class IndexerService:
 
     # -- events
     def post(
-        self, pod: str, batch: EventBatch, *, model: str | None, dp_rank: int, seq: int | None, lora: str | None
+        self,
+        pod: str,
+        batch: EventBatch,
+        *,
+        model: str | None,
+        dp_rank: int,
+        seq: int | None,
+        lora: str | None,
     ) -> BatchResult:
         """A batch that came by HTTP: registers the pod on first contact, deduplicates by `seq`."""
 
@@ -116,11 +123,22 @@ class IndexerService:
     # -- queries
     def match(self, query: MatchQuery) -> MatchResult: ...
     def prefix_hashes(
-        self, model: str, lora: str | None, token_ids: bytes, extra_keys: tuple[bytes, ...] | None, block_size: int | None
+        self,
+        model: str,
+        lora: str | None,
+        token_ids: bytes,
+        extra_keys: tuple[bytes, ...] | None,
+        block_size: int | None,
     ) -> bytes: ...
     def add_speculative(
-        self, pod: str, dp_rank: int, model: str, lora: str | None, prefix_hashes: bytes, ttl_s: float,
-        block_size: int | None
+        self,
+        pod: str,
+        dp_rank: int,
+        model: str,
+        lora: str | None,
+        prefix_hashes: bytes,
+        ttl_s: float,
+        block_size: int | None,
     ) -> int: ...
     def stats(self) -> dict[str, Any]: ...
 

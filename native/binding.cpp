@@ -1,7 +1,294 @@
 // The only file that knows Python: every function takes and returns buffers or numbers, never Python containers of
-// single blocks.
+// single blocks. Lengths and ranges are checked by the Python front (app/index/prefix_index.py).
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "prefix_index.hpp"
+#include "wire.hpp"
+#include "xxh64.hpp"
 
 namespace nb = nanobind;
+using namespace nb::literals;
+using namespace kvindexer;
 
-NB_MODULE(_native, m) { m.doc() = "Native core of the KV prefix-cache indexer; see app/_native.pyi."; }
+namespace {
+
+const uint8_t* data_of(const nb::bytes& buffer) { return static_cast<const uint8_t*>(buffer.data()); }
+
+// A copy of a bytes object as uint64: bytes objects promise no alignment.
+std::vector<uint64_t> words_of(const nb::bytes& buffer) {
+  std::vector<uint64_t> words(buffer.size() / 8);
+  if (!words.empty()) std::memcpy(words.data(), buffer.data(), words.size() * 8);
+  return words;
+}
+
+ExtraKeys extra_of(const std::optional<nb::tuple>& keys) {
+  ExtraKeys extra;
+  if (!keys) return extra;
+  for (const nb::handle item : *keys) {
+    const nb::bytes key = nb::cast<nb::bytes>(item);
+    extra.bytes.insert(extra.bytes.end(), data_of(key), data_of(key) + key.size());
+    extra.ends.push_back(static_cast<uint32_t>(extra.bytes.size()));
+  }
+  return extra;
+}
+
+nb::bytes bytes_of(const std::vector<Row>& rows) {
+  static_assert(sizeof(Row) == 24);
+  return nb::bytes(rows.data(), rows.size() * sizeof(Row));
+}
+
+template <class Hashes>
+nb::bytes hashes_of(Hashes chain, size_t blocks) {
+  std::vector<uint64_t> hashes(blocks);
+  for (uint64_t& hash : hashes) hash = chain.next();
+  return nb::bytes(hashes.data(), hashes.size() * 8);
+}
+
+void bind_index(nb::module_& m) {
+  m.def(
+      "xxh64", [](const nb::bytes& data, uint64_t seed) { return xxh64(data_of(data), data.size(), seed); }, "data"_a,
+      "seed"_a = 0);
+  m.def(
+      "prefix_hashes",
+      [](uint64_t seed, size_t block_size, const nb::bytes& tokens, const std::optional<nb::tuple>& extra) {
+        const ExtraKeys keys = extra_of(extra);
+        return hashes_of(HashChain(seed, data_of(tokens), block_size * 4, extra ? &keys : nullptr),
+                         tokens.size() / 4 / block_size);
+      },
+      "seed"_a, "block_size"_a, "token_ids"_a, "extra_keys"_a.none());
+
+  nb::class_<PrefixIndex>(m, "PrefixIndex")
+      .def("__init__",
+           [](PrefixIndex* self, Tick ttl, size_t contexts_max, size_t prefixes_per_context_max,
+              size_t orphan_blocks_max, size_t speculative_blocks_max) {
+             new (self) PrefixIndex(
+                 Limits{ttl, contexts_max, prefixes_per_context_max, orphan_blocks_max, speculative_blocks_max});
+           })
+      .def("add_context", &PrefixIndex::add_context)
+      .def("touch_context", &PrefixIndex::touch_context)
+      .def("context_size", &PrefixIndex::context_size)
+      .def("add_source", &PrefixIndex::add_source)
+      .def("has_source", &PrefixIndex::has_source)
+      .def("drop_source", &PrefixIndex::drop_source)
+      .def("store",
+           [](PrefixIndex& self, uint32_t source, uint32_t context, uint32_t tier, uint32_t group,
+              const nb::bytes& engine_hashes, std::optional<uint64_t> parent, const nb::bytes& tokens,
+              const std::optional<nb::tuple>& extra, Tick now, bool count_copies) {
+             const Stored stored = self.store({source, tier, group}, context, words_of(engine_hashes), parent,
+                                              data_of(tokens), extra_of(extra), now, count_copies);
+             return std::tuple(stored.stored, stored.orphans, stored.unknown);
+           })
+      .def("place",
+           [](PrefixIndex& self, uint32_t source, uint32_t tier, uint32_t group, const nb::bytes& engine_hashes,
+              Tick now, bool count_copies) {
+             const Stored stored = self.place({source, tier, group}, words_of(engine_hashes), now, count_copies);
+             return std::tuple(stored.stored, stored.orphans, stored.unknown);
+           })
+      .def("remove",
+           [](PrefixIndex& self, uint32_t source, uint32_t tier, uint32_t group, const nb::bytes& engine_hashes,
+              Tick now) {
+             const Removed removed = self.remove({source, tier, group}, words_of(engine_hashes), now);
+             return std::tuple(removed.removed, removed.unknown);
+           })
+      .def("clear", &PrefixIndex::clear, "source"_a, "tier"_a.none(), "context"_a.none())
+      .def("match_tokens",
+           [](PrefixIndex& self, uint32_t context, const nb::bytes& tokens, const std::optional<nb::tuple>& extra,
+              Tick now) {
+             const ExtraKeys keys = extra_of(extra);
+             std::vector<Row> rows;
+             self.match_tokens(context, data_of(tokens), tokens.size() / self.block_bytes(context),
+                               extra ? &keys : nullptr, now, rows);
+             return bytes_of(rows);
+           })
+      .def("match_hashes",
+           [](PrefixIndex& self, uint32_t context, const nb::bytes& hashes, Tick now) {
+             std::vector<Row> rows;
+             self.match_hashes(context, data_of(hashes), hashes.size() / 8, now, rows);
+             return bytes_of(rows);
+           })
+      .def("add_speculative",
+           [](PrefixIndex& self, uint32_t context, uint32_t source, const nb::bytes& hashes, Tick ttl, Tick now) {
+             return self.add_speculative(context, source, data_of(hashes), hashes.size() / 8, ttl, now);
+           })
+      .def("holders",
+           [](PrefixIndex& self, uint32_t context, uint64_t prefix, Tick now) {
+             std::vector<std::tuple<uint32_t, uint32_t, uint32_t>> holders;
+             for (const Holder& holder : self.holders(context, prefix, now))
+               holders.emplace_back(holder.source, holder.tier, holder.group);
+             return holders;
+           })
+      .def("blocks_by_tier",
+           [](const PrefixIndex& self, uint32_t source) {
+             const auto blocks = self.blocks_by_tier(source);
+             return std::tuple(blocks[0], blocks[1], blocks[2], blocks[3]);
+           })
+      .def("orphan_blocks", &PrefixIndex::orphan_blocks)
+      .def("orphan_drops", &PrefixIndex::orphan_drops)
+      .def("sweep",
+           [](PrefixIndex& self, Tick now, size_t visits_max) {
+             const Swept swept = self.sweep(now, visits_max);
+             return std::tuple(swept.visited, swept.expired, swept.pass_done);
+           })
+      .def("statistics", [](const PrefixIndex& self) {
+        const Statistics now = self.statistics();
+        return std::tuple(now.contexts, now.prefixes, now.holder_sets, now.engine_keys, now.copies, now.orphan_blocks,
+                          now.speculative_blocks, now.bytes, now.expired, now.evicted, now.contexts_evicted,
+                          now.orphans_dropped, now.orphans_expired, now.speculative_refused);
+      });
+}
+
+// -- wire
+
+PyObject* wire_error = nullptr;  // app._native.WireError, owned by the module
+
+// A contiguous view of whatever holds bytes: bytes, bytearray, memoryview, msgspec.Raw.
+class BufferView {
+ public:
+  explicit BufferView(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  }
+  ~BufferView() { PyBuffer_Release(&view_); }
+  BufferView(const BufferView&) = delete;
+  BufferView& operator=(const BufferView&) = delete;
+  wire::Span span() const { return {static_cast<const uint8_t*>(view_.buf), static_cast<size_t>(view_.len)}; }
+
+ private:
+  Py_buffer view_;
+};
+
+[[noreturn]] void raise_wire(wire::Fault fault, size_t index, bool whole) {
+  const std::string place = whole ? "the value" : "element " + std::to_string(index);
+  nb::object error =
+      nb::steal(PyObject_CallFunction(wire_error, "s", (place + " is " + wire::fault_words(fault)).c_str()));
+  if (!error.is_valid()) throw nb::python_error();
+  error.attr("fault") = wire::fault_name(fault);
+  error.attr("index") = index;
+  PyErr_SetObject(wire_error, error.ptr());
+  throw nb::python_error();
+}
+
+using Capacity = size_t (*)(wire::Span);
+using Parse = wire::Parsed (*)(wire::Span, uint8_t*);
+
+template <Capacity capacity, Parse parse, size_t kWidth>
+nb::bytes parse_numbers(nb::handle data) {
+  const BufferView view(data);
+  const size_t room = capacity(view.span());
+  PyObject* out = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(room * kWidth));
+  if (out == nullptr) throw nb::python_error();
+  const wire::Parsed parsed = parse(view.span(), reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(out)));
+  if (parsed.fault != wire::Fault::kNone) {
+    Py_DECREF(out);
+    const bool whole = parsed.fault == wire::Fault::kNotArray || parsed.fault == wire::Fault::kTrailing ||
+                       (parsed.fault == wire::Fault::kTruncated && parsed.count == 0);
+    raise_wire(parsed.fault, parsed.index, whole);
+  }
+  const Py_ssize_t size = static_cast<Py_ssize_t>(parsed.count * kWidth);
+  if (PyBytes_GET_SIZE(out) != size && _PyBytes_Resize(&out, size) != 0) throw nb::python_error();
+  return nb::steal<nb::bytes>(out);
+}
+
+wire::Span next_child(wire::Cursor& cursor, size_t index) {
+  const uint8_t* start = cursor.at;
+  const wire::Fault fault = wire::skip(cursor);
+  if (fault != wire::Fault::kNone) raise_wire(fault, index, false);
+  return {start, static_cast<size_t>(cursor.at - start)};
+}
+
+nb::bytes as_bytes(wire::Span span) { return nb::bytes(span.data(), span.size()); }
+
+// The key of a map entry; null when it is not text. A key that is not UTF-8 cannot be one that anybody asks
+// for.
+nb::object key_text(wire::Span key) {
+  wire::Cursor cursor{key.data(), key.data() + key.size()};
+  if (wire::not_an_integer(key[0]) != wire::Fault::kText) return nb::object();
+  const wire::Head head = wire::read_head(cursor);
+  nb::object name = nb::steal(PyUnicode_DecodeUTF8(reinterpret_cast<const char*>(cursor.at),
+                                                   static_cast<Py_ssize_t>(head.bytes), "replace"));
+  if (!name.is_valid()) throw nb::python_error();
+  return name;
+}
+
+nb::object open_children(wire::Cursor& cursor, size_t index, int levels, size_t children_max);
+
+// One child: raw, or opened in its turn while there are levels left. A map that cannot be opened stays raw.
+nb::object child_value(wire::Cursor& cursor, size_t index, int levels, size_t children_max) {
+  if (levels > 1 && cursor.at != cursor.end && wire::shape_of(*cursor.at) != wire::Shape::kScalar) {
+    const wire::Cursor before = cursor;
+    nb::object opened = open_children(cursor, index, levels - 1, children_max);
+    if (opened.is_valid()) return opened;
+    cursor = before;
+  }
+  return as_bytes(next_child(cursor, index));
+}
+
+// The children of the container at the cursor, which ends behind it; null when a map has a key that is not
+// text.
+nb::object open_children(wire::Cursor& cursor, size_t index, int levels, size_t children_max) {
+  const wire::Container container = wire::open_container({cursor.at, cursor.end});
+  if (container.fault != wire::Fault::kNone) raise_wire(container.fault, index, false);
+  if (container.children > children_max) raise_wire(wire::Fault::kTooMany, index, false);
+  cursor = container.cursor;
+  if (container.shape == wire::Shape::kArray) {
+    nb::list items;
+    for (size_t i = 0; i < container.children; ++i)
+      items.append(child_value(cursor, i, levels, children_max));
+    return items;
+  }
+  nb::dict fields;
+  for (size_t i = 0; i < container.children; i += 2) {
+    const nb::object name = key_text(next_child(cursor, i / 2));
+    if (!name.is_valid()) return nb::object();
+    fields[name] = child_value(cursor, i / 2, levels, children_max);
+  }
+  return fields;
+}
+
+template <int levels>
+nb::object msgpack_children(nb::handle data, size_t children_max) {
+  const BufferView view(data);
+  const wire::Span span = view.span();
+  wire::Cursor cursor{span.data(), span.data() + span.size()};
+  if (span.empty()) raise_wire(wire::Fault::kTruncated, 0, true);
+  if (wire::shape_of(span[0]) == wire::Shape::kScalar) raise_wire(wire::Fault::kNotArray, 0, true);
+  nb::object children = open_children(cursor, 0, levels, children_max);
+  if (!children.is_valid()) raise_wire(wire::Fault::kOther, 0, true);
+  if (cursor.at != cursor.end) raise_wire(wire::Fault::kTrailing, 0, true);
+  return children;
+}
+
+void bind_wire(nb::module_& m) {
+  wire_error = PyErr_NewException("app._native.WireError", PyExc_ValueError, nullptr);
+  if (wire_error == nullptr) throw nb::python_error();
+  m.attr("WireError") = nb::handle(wire_error);
+  m.def("msgpack_token_ids",
+        &parse_numbers<wire::msgpack_capacity, wire::parse_msgpack_tokens, sizeof(uint32_t)>,
+        nb::arg("data"));
+  m.def("msgpack_hashes",
+        &parse_numbers<wire::msgpack_capacity, wire::parse_msgpack_hashes, sizeof(uint64_t)>,
+        nb::arg("data"));
+  m.def("json_token_ids", &parse_numbers<wire::json_capacity, wire::parse_json_tokens, sizeof(uint32_t)>,
+        nb::arg("data"));
+  m.def("json_hashes", &parse_numbers<wire::json_capacity, wire::parse_json_hashes, sizeof(uint64_t)>,
+        nb::arg("data"));
+  m.def("msgpack_children", &msgpack_children<1>, nb::arg("data"), nb::arg("children_max"));
+  m.def("msgpack_grandchildren", &msgpack_children<2>, nb::arg("data"), nb::arg("children_max"));
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "Native core of the KV prefix-cache indexer; see app/_native.pyi.";
+  bind_index(m);
+  bind_wire(m);
+}

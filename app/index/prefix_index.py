@@ -5,60 +5,83 @@ CONTRACT (tests/reference.py is this text as plain Python; the native core must 
 Time. `now` is an integer count of ticks of TICK_MS since the index was made; it never goes backwards.
 
 Hash. seed(context) = XXH64(msgpack([model, lora or nil, block_size]), seed=0);
-h[0] = XXH64(block bytes, seed(context)), h[i] = XXH64(block bytes, seed=h[i-1]);
+lora "" is the same as none. h[0] = XXH64(block bytes, seed(context)), h[i] = XXH64(block bytes, seed=h[i-1]);
 block bytes = token ids as uint32 LE, then the block's canonical extra keys (possibly none).
 
 Words. A slot is (source, context, tier, group). An engine hash E *names* prefix P in a slot, with a count of copies >= 1.
 A slot holds P while at least one of its names is for P. An entry is P with the slots that hold it and `last_seen`.
 
 Expiry. An entry is expired when ttl > 0 and now - last_seen >= ttl. An expired entry is gone, and with it every name of
-it and every speculative mark of nobody: nothing that happens later can tell it from one that never was.
-The same holds for an entry that capacity evicted.
+it: nothing that happens later can tell it from one that never was (speculative marks have deadlines of their own).
+The same holds for an entry that capacity evicted. Only counts (blocks_by_tier, ContextInfo.prefixes, stats) may
+include what is expired or dead until it is swept.
 
 store(source, context, tier, group, engine_hashes, parent, token_ids, extra_keys)
   parent None: the first block is a root. Else the parent is looked up among the source's names in this context: first in
   the same slot, then in the source's other slots by (tier, group) ascending. Unknown: the event becomes an orphan.
   Each block (E, P), in order: if the slot names E for another prefix P', that name is dropped with all its copies first
-  (newest wins). If the slot names E for P: copies + 1 (or stays 1 when `count_copies` is off). Else: name made, copies = 1.
+  (newest wins). If the slot names E for P: copies + 1 (no change when `count_copies` is off; a caller never mixes the two
+  for one source). Else: name made, copies = 1.
   last_seen = now. A speculative mark of the same (source, context, P) is removed: it is confirmed now.
-  After each block: orphans that wait for (source, context, E) are chained to P, oldest first, before the next block.
+  After each block: all orphans that wait for (source, context, E) at that moment stop waiting and are chained to P, oldest
+  first, each with whatever its own blocks release (depth first), before the next block. So no orphan ever waits for a
+  hash that its source names in its context.
 orphans
   An orphan keeps its slot, parent hash, engine hashes, tokens, extra keys and one living copy of each block. Chaining it is
-  the store of its living blocks; dead blocks only lend their hash to the chain (and release their own waiters).
+  the store of its living blocks; dead blocks only lend their hash to the chain (and release their own waiters), and
+  for that an orphan stays when all its blocks are dead. Wherever orphan blocks are counted, dead ones count too.
   Expired like entries, by the tick it came. Bounded by `orphan_blocks_max` blocks in all: the oldest are dropped to make
-  room (one that is larger than the bound is dropped itself). Drops (not expiry) are reported by `orphan_drops`.
+  room (one that is larger than the bound is dropped itself, alone). Only these drops are reported by `orphan_drops`, not
+  expiry, clears or the eviction of a context.
 place(source, tier, group, engine_hashes)  blocks known by name only (placeholders)
   Each E is looked up among all names of the source: by (tier, group, context) ascending. Found: (E, P) is stored as above in
   the slot of that context. Unknown: counted, nothing else.
 remove(source, tier, group, engine_hashes)
-  Each E, in every context where that slot names E: copies - 1; at 0 the name goes; when it was the slot's last name for P the
-  slot no longer holds P; an entry that nobody holds is gone. Where no slot names E: the oldest orphan of
-  the same source, tier and group with a living E loses that copy. Else: counted as unknown.
+  Each E, in every context where that slot names E (each counts as one removed block): copies - 1; at 0 the name goes;
+  when it was the slot's last name for P the slot no longer holds P; an entry that nobody holds is gone. Where no slot
+  names E: the oldest orphan of the same source, tier and group with a living E loses that copy (the first, if several).
+  Else: counted as unknown.
 clear(source, tier=None, context=None)
   All slots of the source that fit hold nothing and name nothing; their orphans are dropped (not reported). With tier None
   (everything) or GPU, the source's speculative marks go too (in that context or in all).
 drop_source(source): clear of everything; the id is not used again.
 match(context, token_ids | prefix_hashes)
   For each source and each tier t: depth[t] = number of leading blocks each held by the source on some tier <= t.
-  speculative depth = the same with any tier or a speculative mark. Rows for sources with any depth > 0.
+  speculative depth = the same with any tier or a speculative mark. Rows, in no order, for sources with any depth > 0.
+  Tokens past the last full block and extra keys past the last block are ignored; missing extra keys are none.
   Every block of the longest confirmed depth gets last_seen = now; no other.
 add_speculative(context, source, prefix_hashes, ttl): marks (source, context, P) until now + ttl (the later of old and new);
-  a P that the source holds is skipped. Gone when now >= deadline. Bounded by `speculative_blocks_max`: surplus is refused.
+  a P that the source holds (in any slot of the context) is skipped. ttl >= 1; gone when now >= deadline. Bounded by
+  `speculative_blocks_max` in all (marks past their deadline may count until swept): surplus is refused and counted.
+  Returns the hashes that are now marked because of the call, new or prolonged.
 capacity
   A context never has more than `prefixes_per_context_max` entries: before an insertion that would exceed it, about a
   sixteenth (at least one) of the least recently seen entries is evicted. More than `contexts_max` contexts: the
-  least recently used one (stored into or matched) is dropped whole, with its names, orphans and marks.
+  least recently used one (asked for by `context`, stored into or matched) is dropped whole, with its names, orphans
+  and marks; its id is not used again.
 
 Work. Clear, drop and context drop are O(1): dead slots are masked in every query and swept in slices by `sweep`.
 """
 
 from __future__ import annotations
 
-TICK_MS = 100
-
-# INTERFACE DRAFT (native body follows)
-
 import dataclasses
+import struct
+
+import msgspec
+
+from app.errors import InvalidInput, NativeCoreMissing
+
+try:
+    from app import _native
+except ImportError as error:
+    raise NativeCoreMissing(
+        "the native core is not built: run `pip install .` (or `make test`) in the project's folder; "
+        "it needs a C++20 compiler"
+    ) from error
+
+TICK_MS = 100
+_ROW = struct.Struct("<6I")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,47 +151,207 @@ class IndexStats:
     speculative_refused: int
 
 
-class PrefixIndex:
-    """See the module's contract. Every buffer argument is little-endian; a length that does not fit raises InvalidInput."""
+@dataclasses.dataclass(slots=True)
+class _Context:
+    model: str
+    lora: str | None
+    block_size: int
 
-    def __init__(self, limits: IndexLimits) -> None: ...
+
+class PrefixIndex:
+    """See the module's contract. A buffer whose length does not fit raises InvalidInput, and nothing has changed then.
+    The id of a source or context that is gone is the caller's bug."""
+
+    def __init__(self, limits: IndexLimits) -> None:
+        self._core = _native.PrefixIndex(
+            limits.ttl_ticks,
+            limits.contexts_max,
+            limits.prefixes_per_context_max,
+            limits.orphan_blocks_max,
+            limits.speculative_blocks_max,
+        )
+        self._contexts: dict[int, _Context] = {}
+        self._by_model: dict[tuple[str, str | None], dict[int, int]] = {}  # -> block size -> id
+
+    # -- contexts and sources
+
     def context(self, model: str, lora: str | None, block_size: int, now: int) -> int:
         """Id of the context, made when new (counts as use)."""
+        lora = lora or None
+        sizes = self._by_model.get((model, lora), {})
+        found = sizes.get(block_size)
+        if found is not None:
+            self._core.touch_context(found)
+            return found
+        if block_size < 1:
+            raise InvalidInput(f"block_size must be at least 1 token, not {block_size}", field="block_size")
+        context, evicted = self._core.add_context(context_seed(model, lora, block_size), block_size)
+        if evicted is not None:
+            gone = self._contexts.pop(evicted)
+            of_model = self._by_model[gone.model, gone.lora]
+            del of_model[gone.block_size]
+            if not of_model:
+                del self._by_model[gone.model, gone.lora]
+        self._contexts[context] = _Context(model, lora, block_size)
+        self._by_model.setdefault((model, lora), {})[block_size] = context
+        return context
 
     def find_contexts(self, model: str, lora: str | None) -> list[ContextInfo]:
         """Existing contexts of a model and adapter, one a block size, oldest first. Does not count as use."""
+        return [self._info(context) for context in self._by_model.get((model, lora or None), {}).values()]
 
-    def contexts(self) -> list[ContextInfo]: ...
-    def add_source(self) -> int: ...
-    def drop_source(self, source: int) -> None: ...
+    def contexts(self) -> list[ContextInfo]:
+        return [self._info(context) for context in self._contexts]
+
+    def _info(self, context: int) -> ContextInfo:
+        known = self._contexts[context]
+        size = self._core.context_size(context)
+        return ContextInfo(context, known.model, known.lora, known.block_size, size)
+
+    def add_source(self) -> int:
+        return self._core.add_source()
+
+    def drop_source(self, source: int) -> None:
+        self._require_source(source)
+        self._core.drop_source(source)
+
+    # -- events
+
     def store(
-        self, source: int, context: int, *, tier: int, group: int, engine_hashes: bytes, parent: int | None,
-        token_ids: bytes, extra_keys: tuple[bytes, ...] | None, now: int, count_copies: bool = True,
-    ) -> StoreResult: ...
+        self,
+        source: int,
+        context: int,
+        *,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        parent: int | None,
+        token_ids: bytes,
+        extra_keys: tuple[bytes, ...] | None,
+        now: int,
+        count_copies: bool = True,
+    ) -> StoreResult:
+        self._require_source(source)
+        self._require_context(context)
+        block_size = self._contexts[context].block_size
+        if len(engine_hashes) % 8:
+            raise InvalidInput("engine hashes must be 8 bytes each", field="block_hashes")
+        blocks = len(engine_hashes) // 8
+        if len(token_ids) != blocks * block_size * 4:
+            raise InvalidInput(
+                f"{blocks} blocks of {block_size} tokens need {blocks * block_size} token ids, "
+                f"not {len(token_ids) / 4:g}",
+                field="token_ids",
+            )
+        if extra_keys is not None and len(extra_keys) != blocks:
+            raise InvalidInput(
+                f"{blocks} blocks need {blocks} extra keys, not {len(extra_keys)}", field="extra_keys"
+            )
+        return StoreResult(
+            *self._core.store(
+                source, context, tier, group, engine_hashes, parent, token_ids, extra_keys, now, count_copies
+            )
+        )
+
     def place(
         self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int, count_copies: bool = True
-    ) -> StoreResult: ...
-    def remove(self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int) -> RemoveResult: ...
-    def clear(self, source: int, *, tier: int | None = None, context: int | None = None) -> None: ...
+    ) -> StoreResult:
+        self._require_source(source)
+        if len(engine_hashes) % 8:
+            raise InvalidInput("engine hashes must be 8 bytes each", field="block_hashes")
+        return StoreResult(*self._core.place(source, tier, group, engine_hashes, now, count_copies))
+
+    def remove(self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int) -> RemoveResult:
+        self._require_source(source)
+        if len(engine_hashes) % 8:
+            raise InvalidInput("engine hashes must be 8 bytes each", field="block_hashes")
+        return RemoveResult(*self._core.remove(source, tier, group, engine_hashes, now))
+
+    def clear(self, source: int, *, tier: int | None = None, context: int | None = None) -> None:
+        self._require_source(source)
+        self._core.clear(source, tier, context)
+
+    # -- queries
+
     def match_tokens(
         self, context: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None, now: int
-    ) -> list[Depths]: ...
-    def match_hashes(self, context: int, prefix_hashes: bytes, now: int) -> list[Depths]: ...
+    ) -> list[Depths]:
+        self._require_context(context)
+        if len(token_ids) % 4:
+            raise InvalidInput("token ids must be 4 bytes each", field="token_ids")
+        return _rows(self._core.match_tokens(context, token_ids, extra_keys, now))
+
+    def match_hashes(self, context: int, prefix_hashes: bytes, now: int) -> list[Depths]:
+        self._require_context(context)
+        if len(prefix_hashes) % 8:
+            raise InvalidInput("prefix hashes must be 8 bytes each", field="prefix_hashes")
+        return _rows(self._core.match_hashes(context, prefix_hashes, now))
+
     def prefix_hashes(
-        self, model: str, lora: str | None, block_size: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None
+        self,
+        model: str,
+        lora: str | None,
+        block_size: int,
+        token_ids: bytes,
+        extra_keys: tuple[bytes, ...] | None,
     ) -> bytes:
         """uint64 LE, one a full block; makes no context."""
+        if block_size < 1:
+            raise InvalidInput(f"block_size must be at least 1 token, not {block_size}", field="block_size")
+        if len(token_ids) % 4:
+            raise InvalidInput("token ids must be 4 bytes each", field="token_ids")
+        seed = context_seed(model, lora or None, block_size)
+        return _native.prefix_hashes(seed, block_size, token_ids, extra_keys)
 
-    def add_speculative(self, context: int, source: int, prefix_hashes: bytes, ttl_ticks: int, now: int) -> int: ...
+    def add_speculative(
+        self, context: int, source: int, prefix_hashes: bytes, ttl_ticks: int, now: int
+    ) -> int:
+        self._require_source(source)
+        self._require_context(context)
+        if len(prefix_hashes) % 8:
+            raise InvalidInput("prefix hashes must be 8 bytes each", field="prefix_hashes")
+        if ttl_ticks < 1:
+            raise InvalidInput(f"a speculative entry must live at least {TICK_MS} ms", field="ttl_s")
+        return self._core.add_speculative(context, source, prefix_hashes, ttl_ticks, now)
+
     def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]:
         """(source, tier, group) of every slot that holds the prefix, sorted; for tests and dumps."""
+        return sorted(self._core.holders(context, prefix_hash, now))
 
     def blocks_by_tier(self, source: int) -> tuple[int, int, int, int]:
         """Blocks held per tier (distinct prefixes per slot, summed over contexts and groups); expired ones count until swept."""
+        self._require_source(source)
+        return self._core.blocks_by_tier(source)
 
-    def orphan_blocks(self, source: int) -> int: ...
+    def orphan_blocks(self, source: int) -> int:
+        return self._core.orphan_blocks(source)
+
     def orphan_drops(self) -> list[tuple[int, int]]:
         """(source, blocks) dropped for want of room since the last call."""
+        return self._core.orphan_drops()
 
-    def sweep(self, now: int, visits_max: int) -> SweepResult: ...
-    def stats(self) -> IndexStats: ...
+    # -- time
+
+    def sweep(self, now: int, visits_max: int) -> SweepResult:
+        return SweepResult(*self._core.sweep(now, visits_max))
+
+    def stats(self) -> IndexStats:
+        return IndexStats(*self._core.statistics())
+
+    def _require_source(self, source: int) -> None:
+        assert self._core.has_source(source), f"source {source} was dropped or never added"
+
+    def _require_context(self, context: int) -> None:
+        assert context in self._contexts, f"context {context} was evicted or never made"
+
+
+def context_seed(model: str, lora: str | None, block_size: int) -> int:
+    """What the first block of a context is hashed with: XXH64 of msgpack([model, lora, block_size])."""
+    return _native.xxh64(msgspec.msgpack.encode([model, lora, block_size]), 0)
+
+
+def _rows(packed: bytes) -> list[Depths]:
+    return [
+        Depths(source, (gpu, cpu, disk, external), marked)
+        for source, gpu, cpu, disk, external, marked in _ROW.iter_unpack(packed)
+    ]

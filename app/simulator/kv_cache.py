@@ -60,7 +60,7 @@ class KVCacheStats:
 
 @dataclasses.dataclass(slots=True)
 class _Sequence:
-    """`names` are those of its full, accepted blocks; `token_ids` ends with `drafts` that are not accepted yet."""
+    """`names` are those of its full, accepted blocks; the last `drafts` tokens are not accepted yet."""
 
     token_ids: array.array[int]
     pages: list[int]
@@ -149,7 +149,7 @@ class PagedKVCache:
         self._name_full_blocks(found)
 
     def write(self, sequence: str, position: int, token_id: int) -> None:
-        """Replace one token; what stands behind it is computed again, for its keys and values depend on it."""
+        """Replace one token; what stands behind it is computed again, since it depends on it."""
         found = self._settled(sequence)
         if not 0 <= position < len(found.token_ids):
             raise InvalidInput(f"position {position} is not in the sequence", field="position")
@@ -166,7 +166,7 @@ class PagedKVCache:
         self._name_full_blocks(found)
 
     def fork(self, sequence: str, child: str) -> None:
-        """A second sequence on the same pages (parallel sampling); whoever writes into a shared page copies it."""
+        """A second sequence on the same pages; whoever writes into a shared one copies it first."""
         found = self._settled(sequence)
         if child == sequence:
             return

@@ -26,9 +26,14 @@ from typing import Any, Self
 
 import zmq
 
-from app.errors import InvalidSettings, Overloaded
-
-END_OF_REPLAY = b"\xff" * 8
+from app.errors import InvalidSettings, Overloaded, UnreadableBatch
+from app.ingest.vllm import (
+    Message,
+    build_live,
+    build_replay_end,
+    build_replay_reply,
+    parse_replay_request,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,8 +52,7 @@ class PublisherSettings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Publish:
-    seq: int
-    payload: bytes
+    message: Message
     copies: int
 
 
@@ -93,9 +97,7 @@ class Publisher:
         self._subscribers = 0
         self._subscribed = threading.Condition()
         # Only the thread touches what follows.
-        self._buffer: collections.deque[tuple[int, bytes]] = collections.deque(
-            maxlen=self.settings.buffer_steps
-        )
+        self._buffer: collections.deque[Message] = collections.deque(maxlen=self.settings.buffer_steps)
         self._replay_limit: int | None = None
         self._thread = threading.Thread(target=self._run, name="kv-event-publisher", daemon=True)
         self._thread.start()
@@ -104,7 +106,7 @@ class Publisher:
 
     def publish(self, seq: int, payload: bytes, *, copies: int = 1) -> None:
         """Keep the batch for replay and send it `copies` times."""
-        self._command(_Publish(seq, payload, copies))
+        self._command(_Publish(Message(seq, payload, self.settings.topic.encode()), copies))
 
     def restart(self) -> None:
         """What a new engine process on the same endpoints does: it remembers nothing to replay."""
@@ -230,12 +232,10 @@ class Publisher:
         # What comes in meanwhile wakes the next round, so that replays are served between batches.
         for _ in range(self._commands.qsize()):
             match self._commands.get_nowait():
-                case _Publish(seq, payload, copies):
-                    self._buffer.append((seq, payload))
+                case _Publish(message, copies):
+                    self._buffer.append(message)
                     for _copy in range(copies):
-                        self._pub.send_multipart(
-                            (self.settings.topic.encode(), seq.to_bytes(8, "big"), payload), zmq.DONTWAIT
-                        )
+                        self._pub.send_multipart(build_live(message), zmq.DONTWAIT)
                 case _Restart():
                     self._buffer.clear()
                 case _LimitReplay(batches):
@@ -244,22 +244,18 @@ class Publisher:
                     done.set()
 
     def _serve_replay(self, router: zmq.Socket[bytes]) -> None:
-        frames = router.recv_multipart()
-        if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
+        try:
+            peer, first = parse_replay_request(router.recv_multipart())
+        except UnreadableBatch:
             self.requests_refused += 1
             return
-        peer, first = frames[0], int.from_bytes(frames[2], "big")
         self.replays_served += 1
-        wanted = [(seq, payload) for seq, payload in self._buffer if seq >= first]
-        cut = self._replay_limit is not None and len(wanted) > self._replay_limit
-        for seq, payload in wanted[: self._replay_limit] if cut else wanted:
-            self._reply(router, peer, self.settings.topic.encode(), seq.to_bytes(8, "big"), payload)
-        if not cut:
-            self._reply(router, peer, b"", END_OF_REPLAY, b"")
-
-    def _reply(
-        self, router: zmq.Socket[bytes], peer: bytes, topic: bytes, seq: bytes, payload: bytes
-    ) -> None:
-        envelope = (peer, b"", topic) if self.settings.replay_topic_frame else (peer, b"")
+        wanted = [message for message in self._buffer if message.seq >= first]
+        limit = self._replay_limit
+        with_topic = self.settings.replay_topic_frame
         # A ROUTER never blocks: a peer that went away or does not read loses replies, as with an engine.
-        router.send_multipart((*envelope, seq, payload), zmq.DONTWAIT)
+        for message in wanted[:limit]:
+            reply = build_replay_reply(message, with_topic=with_topic)
+            router.send_multipart((peer, *reply), zmq.DONTWAIT)
+        if limit is None or len(wanted) <= limit:
+            router.send_multipart((peer, *build_replay_end(with_topic=with_topic)), zmq.DONTWAIT)

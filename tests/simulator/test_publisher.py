@@ -13,9 +13,10 @@ import pytest
 import zmq
 
 from app.errors import InvalidSettings, Overloaded
-from app.simulator.publisher import END_OF_REPLAY, Publisher, PublisherSettings, _Flush
+from app.simulator.publisher import Publisher, PublisherSettings, _Flush
 
 DEADLINE_MS = 10_000
+END_OF_REPLAY = b"\xff" * 8
 DEADLINE_S = DEADLINE_MS / 1000
 
 

@@ -1,0 +1,152 @@
+"""Every setting, once: name, default, bounds and the sentence that docs/operations.md shows.
+
+A setting `ttl_s` is the environment variable KVINDEXER_TTL_S and the option `--ttl-s`; an option wins over the variable.
+Nothing else in the package reads the environment. A variable with the prefix but an unknown name stops the start just
+like a value that cannot be: a misspelt bound that silently keeps its default is found in the worst hour.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from app.errors import InvalidSettings
+
+PREFIX = "KVINDEXER_"
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class Settings(BaseSettings):
+    """All settings of one process, frozen. Build it with `load_settings`, which turns faults into InvalidSettings."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
+    )
+
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(8080, ge=0, le=65_535, description="TCP port to listen on; 0 takes a free one.")
+    log_level: LogLevel = Field("info", description="Least severe level that is logged.")
+
+    pods: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Pods to register at the start, separated by ';', each as "
+        "`name=tcp://host:5557,model=m,replay=tcp://host:5558`.",
+    )
+    pods_file: Path | None = Field(
+        None,
+        description="File with one such pod a line; blank lines and lines that start with '#' are skipped.",
+    )
+    pods_max: int = Field(
+        10_000, ge=1, description="Pods that can be registered, those that announce themselves included."
+    )
+    dp_ranks_max: int = Field(
+        1_024, ge=1, le=65_536, description="Data-parallel ranks that one pod can have."
+    )
+
+    ttl_s: float = Field(
+        1_200.0,
+        ge=0,
+        description="Seconds after which a block that was neither stored nor matched expires; 0 never.",
+    )
+    contexts_max: int = Field(
+        1_000,
+        ge=1,
+        description="Contexts (model, LoRA adapter, block size); past it the least recently used goes.",
+    )
+    prefixes_per_context_max: int = Field(
+        10_000_000, ge=16, description="Prefixes of one context; past it the least recently seen go."
+    )
+    orphan_blocks_max: int = Field(
+        65_536,
+        ge=0,
+        description="Blocks that can wait for a parent not seen yet; past it the oldest are dropped.",
+    )
+    speculative_blocks_max: int = Field(
+        262_144,
+        ge=0,
+        description="Blocks that can be announced by `/v1/prefixes`; past it new ones are refused.",
+    )
+    speculative_ttl_s_max: float = Field(
+        60.0, gt=0, description="Longest life in seconds that `/v1/prefixes` can ask for."
+    )
+    block_size_default: int = Field(
+        16,
+        ge=1,
+        le=65_536,
+        description="Tokens a block where neither the request, the pod nor an event has said.",
+    )
+    count_copies: bool = Field(
+        True,
+        description="Count the copies that an engine stores of one block, so that it is gone with the last one.",
+    )
+    sweep_interval_s: float = Field(
+        0.1, ge=0.01, le=60, description="Seconds between two slices of expiry, sweeping and deadlines."
+    )
+    sweep_visits_max: int = Field(
+        50_000, ge=1, description="Index entries that one slice of sweeping looks at."
+    )
+
+    body_bytes_max: int = Field(
+        16 * 1024 * 1024, ge=1_024, description="Bytes of one request body; past it 413."
+    )
+    tokens_max: int = Field(
+        1_048_576, ge=1, description="Token ids, or prefix hashes, of one query; past it 422."
+    )
+    events_max: int = Field(65_536, ge=1, description="Events of one posted batch; past it 422.")
+    connections_max: int = Field(
+        10_000, ge=1, description="HTTP connections and requests in progress; past it 503."
+    )
+    keep_alive_s: int = Field(75, ge=1, description="Seconds that an idle HTTP connection is kept.")
+    shutdown_grace_s: int = Field(
+        5, ge=0, description="Seconds that requests in progress may take at the end."
+    )
+
+    zmq_disconnect_deadline_s: float = Field(
+        30.0, gt=0, description="Seconds after which a rank whose ZMQ stream is disconnected holds nothing."
+    )
+    http_silence_deadline_s: float = Field(
+        1_200.0,
+        gt=0,
+        description="Seconds after which a rank that posts by HTTP and fell silent holds nothing.",
+    )
+    ready_grace_s: float = Field(
+        10.0,
+        ge=0,
+        description="Seconds after the start for which /readyz waits for every configured ZMQ pod.",
+    )
+
+    @field_validator("pods", mode="before")
+    @classmethod
+    def _split_pods(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return tuple(pod.strip() for pod in value.split(";") if pod.strip())
+        return value
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    return PREFIX + name.upper()
+
+
+def load_settings(**overrides: Any) -> Settings:
+    """Settings from the environment, with `overrides` (the command line) on top. Raises InvalidSettings."""
+    known = {variable(name) for name in Settings.model_fields}
+    for name in sorted(os.environ):
+        if name.upper().startswith(PREFIX) and name.upper() not in known:
+            raise InvalidSettings(f"{name}={os.environ[name]!r}: there is no setting of this name")
+    try:
+        return Settings(**overrides)
+    except ValidationError as error:
+        faults = "; ".join(_sentence(fault, overrides) for fault in error.errors(include_url=False))
+        raise InvalidSettings(faults) from error
+
+
+def _sentence(fault: Any, overrides: dict[str, Any]) -> str:
+    place = str(fault["loc"][0]) if fault["loc"] else ""
+    key = "--" + place.replace("_", "-") if place in overrides else variable(place)
+    return f"{key}={fault['input']!r}: {fault['msg']}"

@@ -1,0 +1,203 @@
+// Interned sets of holder slots.
+//
+// A prefix is usually held by the same few slots as its neighbours, so an entry stores the number of a shared set, and a
+// block costs the same at one holder and at a thousand. Sets are bitsets over the slots of one context, cut to the words
+// that are not zero. (set, +slot) -> set goes through a small cache, so that storing what another pod has is O(1).
+//
+// References are counted by the tables; a set that nobody refers to is freed and its number used again.
+// The number 0 is the empty set: it has no content and is never counted.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cassert>
+#include <cstdint>
+#include <deque>
+#include <span>
+#include <vector>
+
+#include "segmented_table.hpp"
+#include "xxh64.hpp"
+
+namespace kvindexer {
+
+using SetId = uint32_t;
+inline constexpr SetId kEmptySet = 0;
+
+class HolderSets {
+ public:
+  HolderSets() : sets_(1) {}
+
+  size_t size() const { return live_; }
+  size_t bytes() const {
+    return sets_.size() * sizeof(Set) + word_bytes_ + by_content_.bytes() + free_.capacity() * sizeof(SetId) +
+           sizeof(steps_);
+  }
+
+  uint32_t context(SetId id) const { return sets_[id].context; }
+  bool contains(SetId id, uint32_t slot) const {
+    const Set& set = sets_[id];
+    const uint32_t word = slot / 64 - set.first_word;  // wraps to a large number below the first word
+    return word < set.words.size() && (set.words[word] >> (slot % 64) & 1) != 0;
+  }
+
+  // Words of the set; bit b of words()[w] is slot (first_word() + w) * 64 + b.
+  std::span<const uint64_t> words(SetId id) const { return sets_[id].words; }
+  uint32_t first_word(SetId id) const { return sets_[id].first_word; }
+
+  template <class Visit>
+  void for_each(SetId id, Visit visit) const {
+    const Set& set = sets_[id];
+    for (size_t w = 0; w < set.words.size(); ++w)
+      for (uint64_t bits = set.words[w]; bits != 0; bits &= bits - 1)
+        visit(static_cast<uint32_t>((set.first_word + w) * 64 + static_cast<unsigned>(std::countr_zero(bits))));
+  }
+
+  // The set with one slot more or less. The result holds no reference yet: `retain` it before anything is released.
+  SetId with(SetId id, uint32_t context, uint32_t slot) { return step(id, context, slot, true); }
+  SetId without(SetId id, uint32_t slot) { return step(id, sets_[id].context, slot, false); }
+
+  // The set less the slots in `mask` (bit b of mask[w] is slot w * 64 + b).
+  SetId minus(SetId id, std::span<const uint64_t> mask) {
+    if (!intersects(id, mask)) return id;
+    return combine(id, [mask](uint64_t bits, size_t word) { return word < mask.size() ? bits & ~mask[word] : bits; });
+  }
+  bool intersects(SetId id, std::span<const uint64_t> mask) const {
+    const Set& set = sets_[id];
+    for (size_t w = 0; w < set.words.size() && set.first_word + w < mask.size(); ++w)
+      if ((set.words[w] & mask[set.first_word + w]) != 0) return true;
+    return false;
+  }
+  SetId intersection(SetId id, SetId other) {
+    if (id == other) return id;
+    return combine(id, [this, other](uint64_t bits, size_t word) { return bits & word_at(other, word); });
+  }
+
+  void retain(SetId id, uint32_t count = 1) {
+    if (id != kEmptySet) sets_[id].references += count;
+  }
+  void release(SetId id) {
+    if (id == kEmptySet) return;
+    assert(sets_[id].references > 0 && "a set is released once for each time it was retained");
+    if (--sets_[id].references == 0) free(id);
+  }
+
+  uint64_t word_at(SetId id, size_t word) const {
+    const Set& set = sets_[id];
+    const size_t at = word - set.first_word;
+    return at < set.words.size() ? set.words[at] : 0;
+  }
+
+ private:
+  struct Set {
+    std::vector<uint64_t> words;  // first and last are not zero
+    uint64_t hash = 0;
+    uint32_t first_word = 0;
+    uint32_t context = 0;
+    uint32_t references = 0;
+    uint32_t generation = 0;  // of the number; tells cached steps that it was used again
+  };
+#pragma pack(push, 1)
+  struct Content {
+    uint64_t key;  // hash of the content
+    SetId id;
+    bool empty() const { return id == kEmptySet; }
+  };
+#pragma pack(pop)
+  struct Step {
+    SetId from = kEmptySet, to = kEmptySet;
+    uint32_t slot = 0, context = 0;
+    uint32_t from_generation = 0, to_generation = 0;
+    bool added = false, valid = false;
+  };
+
+  SetId step(SetId id, uint32_t context, uint32_t slot, bool add) {
+    const uint64_t key = (uint64_t{id} << 33) ^ (uint64_t{slot} << 1) ^ (uint64_t{context} << 20) ^ (add ? 1 : 0);
+    Step& cached = steps_[mix64(key) % steps_.size()];
+    if (cached.valid && cached.from == id && cached.slot == slot && cached.added == add &&
+        cached.context == context && cached.from_generation == sets_[id].generation &&
+        cached.to_generation == sets_[cached.to].generation)
+      return cached.to;
+    scratch_.assign(sets_[id].words.begin(), sets_[id].words.end());
+    uint32_t first_word = sets_[id].first_word;
+    const uint32_t word = slot / 64;
+    if (scratch_.empty()) first_word = word;
+    if (add) {
+      if (word < first_word) {
+        scratch_.insert(scratch_.begin(), first_word - word, 0);
+        first_word = word;
+      }
+      if (word - first_word >= scratch_.size()) scratch_.resize(word - first_word + 1);
+      scratch_[word - first_word] |= uint64_t{1} << (slot % 64);
+    } else if (word >= first_word && word - first_word < scratch_.size()) {
+      scratch_[word - first_word] &= ~(uint64_t{1} << (slot % 64));
+    }
+    const SetId to = intern(context, first_word);
+    cached = Step{id, to, slot, context, sets_[id].generation, sets_[to].generation, add, true};
+    return to;
+  }
+
+  template <class Change>
+  SetId combine(SetId id, Change change) {
+    const Set& set = sets_[id];
+    scratch_.assign(set.words.begin(), set.words.end());
+    for (size_t w = 0; w < scratch_.size(); ++w) scratch_[w] = change(scratch_[w], set.first_word + w);
+    return intern(set.context, set.first_word);
+  }
+
+  // The number of the set with the content of scratch_, made when it is new.
+  SetId intern(uint32_t context, uint32_t first_word) {
+    while (!scratch_.empty() && scratch_.back() == 0) scratch_.pop_back();
+    size_t zeros = 0;
+    while (zeros < scratch_.size() && scratch_[zeros] == 0) ++zeros;
+    scratch_.erase(scratch_.begin(), scratch_.begin() + static_cast<ptrdiff_t>(zeros));
+    if (scratch_.empty()) return kEmptySet;
+    first_word += static_cast<uint32_t>(zeros);
+    const uint64_t hash = xxh64(reinterpret_cast<const uint8_t*>(scratch_.data()), scratch_.size() * 8,
+                                (uint64_t{context} << 32) | first_word);
+    for (const Content* at = by_content_.find(hash); at != nullptr;
+         at = by_content_.next_equal(const_cast<Content*>(at))) {
+      const Set& set = sets_[at->id];
+      if (set.context == context && set.first_word == first_word && set.words == scratch_) return at->id;
+    }
+    SetId id;
+    if (free_.empty()) {
+      id = static_cast<SetId>(sets_.size());
+      sets_.emplace_back();
+    } else {
+      id = free_.back();
+      free_.pop_back();
+    }
+    Set& set = sets_[id];
+    set.words.assign(scratch_.begin(), scratch_.end());
+    set.hash = hash;
+    set.first_word = first_word;
+    set.context = context;
+    word_bytes_ += set.words.capacity() * 8;
+    by_content_.insert(Content{hash, id});
+    ++live_;
+    return id;
+  }
+
+  void free(SetId id) {
+    Set& set = sets_[id];
+    Content* at = by_content_.find(set.hash);
+    while (at->id != id) at = by_content_.next_equal(at);
+    by_content_.erase(at);
+    word_bytes_ -= set.words.capacity() * 8;
+    set.words = {};
+    ++set.generation;
+    free_.push_back(id);
+    --live_;
+  }
+
+  std::deque<Set> sets_;  // by number; a deque never moves what it holds
+  std::vector<SetId> free_;
+  SegmentedTable<Content> by_content_;
+  std::array<Step, 4096> steps_{};
+  std::vector<uint64_t> scratch_;
+  size_t live_ = 0;
+  size_t word_bytes_ = 0;
+};
+
+}  // namespace kvindexer

@@ -1,0 +1,484 @@
+"""The oracle: the contract of app/index/prefix_index.py as plain Python, to read and to trust.
+
+Two facts are the whole picture: what each slot calls its blocks (`_names`) and when each entry was last
+seen (`_Context.last_seen`). Everything else (who holds a prefix, depths, counts) is worked out from them by
+looking at all of them, every time, so nothing can drift apart. What has expired is purged at the start of
+each call that carries `now`, so `sweep` finds nothing to do. A call costs O(everything).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import msgspec
+import xxhash
+
+from app.errors import InvalidInput
+from app.index.prefix_index import (
+    ContextInfo,
+    Depths,
+    IndexLimits,
+    IndexStats,
+    RemoveResult,
+    StoreResult,
+    SweepResult,
+)
+
+Slot = tuple[int, int, int, int]  # source, tier, group, context: sorts as the contract looks names up
+
+
+@dataclasses.dataclass
+class _Name:
+    prefix: int
+    copies: int = 1
+
+
+@dataclasses.dataclass
+class _Context:
+    id: int
+    model: str
+    lora: str | None
+    block_size: int
+    last_seen: dict[int, int] = dataclasses.field(default_factory=dict)  # prefix -> tick: the entries
+
+    @property
+    def seed(self) -> int:
+        return xxhash.xxh64_intdigest(
+            msgspec.msgpack.encode([self.model, self.lora, self.block_size]), seed=0
+        )
+
+
+@dataclasses.dataclass
+class _Block:
+    engine_hash: int
+    content: bytes
+    living: bool = True
+
+
+@dataclasses.dataclass(eq=False)
+class _Run:
+    """Consecutive blocks on their way into a slot; an orphan is a run that waits for `parent`."""
+
+    slot: Slot
+    blocks: list[_Block]
+    parent: int = 0
+    came: int = 0
+
+
+class ReferenceIndex:
+    def __init__(self, limits: IndexLimits) -> None:
+        self._limits = limits
+        self._now = 0
+        self._source_ids = itertools.count()
+        self._context_ids = itertools.count()
+        self._sources: set[int] = set()
+        self._contexts: dict[int, _Context] = {}  # least recently used first
+        self._names: dict[Slot, dict[int, _Name]] = {}
+        self._orphans: list[_Run] = []  # oldest first
+        self._marks: dict[tuple[int, int, int], int] = {}  # (source, context, prefix) -> deadline
+        self._drops: Counter[int] = Counter()  # source -> orphan blocks dropped since last asked
+        self._counts: Counter[str] = Counter()  # what happened since the start
+
+    # -- contexts and sources
+
+    def context(self, model: str, lora: str | None, block_size: int, now: int) -> int:
+        if block_size < 1:
+            raise InvalidInput("block_size must be at least 1", field="block_size")
+        self._advance(now)
+        for known in self._contexts.values():
+            if (known.model, known.lora, known.block_size) == (model, lora or None, block_size):
+                return self._use(known.id)
+        while len(self._contexts) >= self._limits.contexts_max:
+            self._drop_context(next(iter(self._contexts)))
+        made = _Context(next(self._context_ids), model, lora or None, block_size)
+        self._contexts[made.id] = made
+        return made.id
+
+    def find_contexts(self, model: str, lora: str | None) -> list[ContextInfo]:
+        return [info for info in self.contexts() if (info.model, info.lora) == (model, lora or None)]
+
+    def contexts(self) -> list[ContextInfo]:
+        by_age = sorted(self._contexts.values(), key=lambda context: context.id)
+        return [ContextInfo(c.id, c.model, c.lora, c.block_size, len(c.last_seen)) for c in by_age]
+
+    def add_source(self) -> int:
+        source = next(self._source_ids)
+        self._sources.add(source)
+        return source
+
+    def drop_source(self, source: int) -> None:
+        self.clear(source)
+        self._sources.remove(source)
+
+    # -- events
+
+    def store(
+        self,
+        source: int,
+        context: int,
+        *,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        parent: int | None,
+        token_ids: bytes,
+        extra_keys: tuple[bytes, ...] | None,
+        now: int,
+        count_copies: bool = True,
+    ) -> StoreResult:
+        self._advance(now)
+        names = _uint64s(engine_hashes, "engine_hashes")
+        keys = (b"",) * len(names) if extra_keys is None else extra_keys
+        tokens = _blocks(token_ids, self._contexts[context].block_size, exact=True)
+        if not len(names) == len(tokens) == len(keys):
+            raise InvalidInput("engine_hashes, token_ids and extra_keys differ in blocks")
+        self._use(context)
+        slot = self._slot(source, tier, group, context)
+        blocks = [
+            _Block(*parts)
+            for parts in zip(names, (t + k for t, k in zip(tokens, keys, strict=True)), strict=True)
+        ]
+        if parent is None:
+            before = self._contexts[context].seed
+        else:
+            name = self._find_parent(slot, parent)
+            if name is None:
+                return StoreResult(0, self._wait(_Run(slot, blocks, parent, now)), 0)
+            before = name.prefix
+        return StoreResult(self._chain(_Run(slot, blocks), before, count_copies), 0, 0)
+
+    def place(
+        self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int, count_copies: bool = True
+    ) -> StoreResult:
+        self._advance(now)
+        stored = unknown = 0
+        for engine_hash in _uint64s(engine_hashes, "engine_hashes"):
+            known = sorted(
+                slot for slot, names in self._names.items() if slot[0] == source and engine_hash in names
+            )
+            if known:
+                context = known[0][3]
+                prefix = self._names[known[0]][engine_hash].prefix
+                self._use(context)
+                self._hold(self._slot(source, tier, group, context), engine_hash, prefix, count_copies)
+                stored += 1
+            else:
+                unknown += 1
+        return StoreResult(stored, 0, unknown)
+
+    def remove(self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int) -> RemoveResult:
+        self._advance(now)
+        removed = unknown = 0
+        for engine_hash in _uint64s(engine_hashes, "engine_hashes"):
+            slots = [
+                slot
+                for slot, names in self._names.items()
+                if slot[:3] == (source, tier, group) and engine_hash in names
+            ]
+            waiting = [
+                block
+                for orphan in self._orphans
+                if orphan.slot[:3] == (source, tier, group)
+                for block in orphan.blocks
+                if block.living and block.engine_hash == engine_hash
+            ]
+            for slot in slots:
+                self._names[slot][engine_hash].copies -= 1
+                if self._names[slot][engine_hash].copies == 0:
+                    self._unname(slot, engine_hash)
+            if not slots and waiting:
+                waiting[0].living = False
+            removed += len(slots) or bool(waiting)
+            unknown += not slots and not waiting
+        return RemoveResult(removed, unknown)
+
+    def clear(self, source: int, *, tier: int | None = None, context: int | None = None) -> None:
+        assert source in self._sources, "the source was never added, or was dropped"
+
+        def fits(slot: Slot) -> bool:
+            return slot[0] == source and tier in (None, slot[1]) and context in (None, slot[3])
+
+        self._names = {slot: names for slot, names in self._names.items() if not fits(slot)}
+        self._forget_unheld()
+        self._orphans = [orphan for orphan in self._orphans if not fits(orphan.slot)]
+        if tier in (None, 0):
+            self._marks = {
+                mark: deadline
+                for mark, deadline in self._marks.items()
+                if not (mark[0] == source and context in (None, mark[1]))
+            }
+
+    # -- queries
+
+    def match_tokens(
+        self, context: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None, now: int
+    ) -> list[Depths]:
+        c = self._contexts[context]
+        return self._match(context, _hash_chain(c, token_ids, extra_keys), now)
+
+    def match_hashes(self, context: int, prefix_hashes: bytes, now: int) -> list[Depths]:
+        return self._match(context, _uint64s(prefix_hashes, "prefix_hashes"), now)
+
+    def _match(self, context: int, prefixes: list[int], now: int) -> list[Depths]:
+        self._advance(now)
+        self._use(context)
+        rows = []
+        for source in sorted(self._sources):
+            held = [
+                {
+                    name.prefix
+                    for slot, names in self._names.items()
+                    if slot[0] == source and slot[3] == context and slot[1] <= tier
+                    for name in names.values()
+                }
+                for tier in range(4)
+            ]
+            marked = {prefix for s, c, prefix in self._marks if (s, c) == (source, context)}
+            tiers = [_leading(prefixes, held[tier].__contains__) for tier in range(4)]
+            speculative = _leading(prefixes, (held[3] | marked).__contains__)
+            if speculative:
+                rows.append(Depths(source, (tiers[0], tiers[1], tiers[2], tiers[3]), speculative))
+        for prefix in prefixes[: max((row.tiers[3] for row in rows), default=0)]:
+            self._contexts[context].last_seen[prefix] = now
+        return rows
+
+    def prefix_hashes(
+        self,
+        model: str,
+        lora: str | None,
+        block_size: int,
+        token_ids: bytes,
+        extra_keys: tuple[bytes, ...] | None,
+    ) -> bytes:
+        if block_size < 1:
+            raise InvalidInput("block_size must be at least 1", field="block_size")
+        chain = _hash_chain(_Context(-1, model, lora or None, block_size), token_ids, extra_keys)
+        return struct.pack(f"<{len(chain)}Q", *chain)
+
+    def add_speculative(
+        self, context: int, source: int, prefix_hashes: bytes, ttl_ticks: int, now: int
+    ) -> int:
+        self._advance(now)
+        assert source in self._sources, "the source was never added, or was dropped"
+        marked = 0
+        for prefix in _uint64s(prefix_hashes, "prefix_hashes"):
+            mark = (source, context, prefix)
+            if any(slot[0] == source for slot in self._slots_of(context, prefix)):
+                continue
+            if mark not in self._marks and len(self._marks) >= self._limits.speculative_blocks_max:
+                self._counts["speculative_refused"] += 1
+                continue
+            self._marks[mark] = max(self._marks.get(mark, 0), now + ttl_ticks)
+            marked += 1
+        return marked
+
+    def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]:
+        self._advance(now)
+        return sorted(slot[:3] for slot in self._slots_of(context, prefix_hash))
+
+    def blocks_by_tier(self, source: int) -> tuple[int, int, int, int]:
+        blocks = [0, 0, 0, 0]
+        for slot, names in self._names.items():
+            if slot[0] == source:
+                blocks[slot[1]] += len({name.prefix for name in names.values()})
+        return (blocks[0], blocks[1], blocks[2], blocks[3])
+
+    def orphan_blocks(self, source: int) -> int:
+        return sum(len(orphan.blocks) for orphan in self._orphans if orphan.slot[0] == source)
+
+    def orphan_drops(self) -> list[tuple[int, int]]:
+        drops = sorted(self._drops.items())
+        self._drops.clear()
+        return drops
+
+    def sweep(self, now: int, visits_max: int) -> SweepResult:
+        before = self._counts["expired"]
+        self._advance(now)
+        return SweepResult(visited=0, expired=self._counts["expired"] - before, idle=True)
+
+    def stats(self) -> IndexStats:
+        prefixes = [(c.id, prefix) for c in self._contexts.values() for prefix in c.last_seen]
+        names = [name for slot in self._names.values() for name in slot.values()]
+        return IndexStats(
+            contexts=len(self._contexts),
+            prefixes=len(prefixes),
+            holder_sets=len({frozenset(slot[:3] for slot in self._slots_of(*p)) for p in prefixes}),
+            engine_keys=len(names),
+            copies=sum(name.copies > 1 for name in names),
+            orphan_blocks=sum(len(orphan.blocks) for orphan in self._orphans),
+            speculative_blocks=len(self._marks),
+            bytes=0,
+            expired=self._counts["expired"],
+            evicted=self._counts["evicted"],
+            contexts_evicted=self._counts["contexts_evicted"],
+            orphans_dropped=self._counts["orphans_dropped"],
+            orphans_expired=self._counts["orphans_expired"],
+            speculative_refused=self._counts["speculative_refused"],
+        )
+
+    # -- the rules
+
+    def _slot(self, source: int, tier: int, group: int, context: int) -> Slot:
+        assert source in self._sources, "the source was never added, or was dropped"
+        assert 0 <= tier < 4, "tiers are those of app.events.Tier"
+        return (source, tier, group, context)
+
+    def _slots_of(self, context: int, prefix: int) -> list[Slot]:
+        return [
+            slot
+            for slot, names in self._names.items()
+            if slot[3] == context and any(name.prefix == prefix for name in names.values())
+        ]
+
+    def _find_parent(self, slot: Slot, parent: int) -> _Name | None:
+        own = self._names.get(slot, {})
+        if parent in own:
+            return own[parent]
+        others = sorted(other for other in self._names if (other[0], other[3]) == (slot[0], slot[3]))
+        return next((self._names[other][parent] for other in others if parent in self._names[other]), None)
+
+    def _chain(self, run: _Run, before: int, count_copies: bool) -> int:
+        """Depth first without recursion: a run waits on the stack while orphans of its last block go in."""
+        stored = 0
+        work = [(run, iter(run.blocks), before)]
+        while work:
+            run, blocks, before = work.pop()
+            block = next(blocks, None)
+            if block is None:
+                continue
+            prefix = xxhash.xxh64_intdigest(block.content, seed=before)
+            work.append((run, blocks, prefix))
+            if block.living:
+                self._hold(run.slot, block.engine_hash, prefix, count_copies)
+                stored += 1
+            waiting = [
+                orphan
+                for orphan in self._orphans
+                if (orphan.slot[0], orphan.slot[3], orphan.parent)
+                == (run.slot[0], run.slot[3], block.engine_hash)
+            ]
+            self._orphans = [orphan for orphan in self._orphans if orphan not in waiting]
+            work += [(orphan, iter(orphan.blocks), prefix) for orphan in reversed(waiting)]
+        return stored
+
+    def _hold(self, slot: Slot, engine_hash: int, prefix: int, count_copies: bool) -> None:
+        source, _, _, context = slot
+        name = self._names.setdefault(slot, {}).get(engine_hash)
+        if name is not None and name.prefix != prefix:
+            self._unname(slot, engine_hash)
+            name = None
+        if name is None:
+            self._make_room(context, prefix)
+            self._names[slot][engine_hash] = _Name(prefix)
+        elif count_copies:
+            name.copies += 1
+        self._contexts[context].last_seen[prefix] = self._now
+        self._marks.pop((source, context, prefix), None)
+
+    def _unname(self, slot: Slot, engine_hash: int) -> None:
+        prefix = self._names[slot].pop(engine_hash).prefix
+        if not self._slots_of(slot[3], prefix):
+            del self._contexts[slot[3]].last_seen[prefix]
+
+    def _wait(self, orphan: _Run) -> int:
+        room = self._limits.orphan_blocks_max
+        if len(orphan.blocks) > room:
+            self._report_drop(orphan)
+            return 0
+        while sum(len(other.blocks) for other in self._orphans) + len(orphan.blocks) > room:
+            self._report_drop(self._orphans.pop(0))
+        if orphan.blocks:
+            self._orphans.append(orphan)
+        return len(orphan.blocks)
+
+    def _report_drop(self, orphan: _Run) -> None:
+        self._drops[orphan.slot[0]] += len(orphan.blocks)
+        self._counts["orphans_dropped"] += len(orphan.blocks)
+
+    # -- going away
+
+    def _advance(self, now: int) -> None:
+        assert now >= self._now, "now never goes backwards"
+        self._now = now
+        self._marks = {mark: deadline for mark, deadline in self._marks.items() if now < deadline}
+        ttl = self._limits.ttl_ticks
+        if ttl == 0:
+            return
+        for context in self._contexts.values():
+            expired = {prefix for prefix, seen in context.last_seen.items() if now - seen >= ttl}
+            self._counts["expired"] += len(expired)
+            self._forget(context, expired)
+        late = [orphan for orphan in self._orphans if now - orphan.came >= ttl]
+        self._counts["orphans_expired"] += sum(len(orphan.blocks) for orphan in late)
+        self._orphans = [orphan for orphan in self._orphans if now - orphan.came < ttl]
+
+    def _make_room(self, context_id: int, prefix: int) -> None:
+        context = self._contexts[context_id]
+        entries = context.last_seen
+        if prefix not in entries and len(entries) >= self._limits.prefixes_per_context_max:
+            oldest_first = sorted(entries, key=lambda p: entries[p])
+            evicted = set(oldest_first[: max(1, len(entries) // 16)])
+            self._counts["evicted"] += len(evicted)
+            self._forget(context, evicted)
+
+    def _forget(self, context: _Context, prefixes: set[int]) -> None:
+        for prefix in prefixes:
+            del context.last_seen[prefix]
+        for slot, names in self._names.items():
+            if slot[3] == context.id and prefixes:
+                for engine_hash in [e for e, name in names.items() if name.prefix in prefixes]:
+                    del names[engine_hash]
+
+    def _forget_unheld(self) -> None:
+        for context in self._contexts.values():
+            held = {
+                name.prefix
+                for slot, names in self._names.items()
+                if slot[3] == context.id
+                for name in names.values()
+            }
+            context.last_seen = {prefix: seen for prefix, seen in context.last_seen.items() if prefix in held}
+
+    def _use(self, context: int) -> int:
+        self._contexts[context] = self._contexts.pop(context)
+        return context
+
+    def _drop_context(self, context: int) -> None:
+        del self._contexts[context]
+        self._counts["contexts_evicted"] += 1
+        self._names = {slot: names for slot, names in self._names.items() if slot[3] != context}
+        self._orphans = [orphan for orphan in self._orphans if orphan.slot[3] != context]
+        self._marks = {mark: deadline for mark, deadline in self._marks.items() if mark[1] != context}
+
+
+def _leading(prefixes: list[int], held: Callable[[int], bool]) -> int:
+    return len(list(itertools.takewhile(held, prefixes)))
+
+
+def _uint64s(buffer: bytes, field: str) -> list[int]:
+    if len(buffer) % 8:
+        raise InvalidInput(f"{field} must be whole uint64 values", field=field)
+    return list(struct.unpack(f"<{len(buffer) // 8}Q", buffer))
+
+
+def _blocks(token_ids: bytes, block_size: int, *, exact: bool) -> list[bytes]:
+    """The bytes of each full block of tokens."""
+    if len(token_ids) % (4 * block_size if exact else 4):
+        raise InvalidInput(
+            "token_ids must be whole uint32 values, and whole blocks in a store", field="token_ids"
+        )
+    size = 4 * block_size
+    return [token_ids[at : at + size] for at in range(0, len(token_ids) - size + 1, size)]
+
+
+def _hash_chain(context: _Context, token_ids: bytes, extra_keys: Iterable[bytes] | None) -> list[int]:
+    tokens = _blocks(token_ids, context.block_size, exact=False)
+    keys = itertools.chain(extra_keys or (), itertools.repeat(b""))
+    chain = [context.seed]
+    for content, key in zip(tokens, keys, strict=False):
+        chain.append(xxhash.xxh64_intdigest(content + key, seed=chain[-1]))
+    return chain[1:]

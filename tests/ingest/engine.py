@@ -68,8 +68,7 @@ class Bench:
     def replays(self) -> int:
         return sum(report.replays for report in self.reports)
 
-    @property
-    def trusted(self) -> bool:
+    def is_trusted(self) -> bool:
         return self.state is SourceState.LIVE and not self.lost
 
     def run(self, actions: list[Action]) -> None:

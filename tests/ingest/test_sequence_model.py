@@ -33,7 +33,10 @@ class TrackedSource(RuleBasedStateMachine):
     )
     def begin(self, buffer_batches: int, before: int, held_bytes_max: int, endpoint: bool) -> None:
         self.bench = Bench(
-            SimulatedEngine(buffer_batches), limits=LIMITS, held_bytes_max=held_bytes_max, replay_endpoint=endpoint
+            SimulatedEngine(buffer_batches),
+            limits=LIMITS,
+            held_bytes_max=held_bytes_max,
+            replay_endpoint=endpoint,
         )
         self.endpoint = endpoint
         self.excused = buffer_batches < 1_000 or not endpoint
@@ -115,12 +118,15 @@ class TrackedSource(RuleBasedStateMachine):
             self.check_truth()
         else:
             assert self.excused, "nothing was lost that a replay could not have brought"
-            bench.engine.restart()
-            bench.publish(1)
-            bench.settle()
-            assert not bench.lost, "a restart heals"
-            self.check_truth()
+            self.check_restart_heals()
         assert bench.budget.used_bytes == 0
+
+    def check_restart_heals(self) -> None:
+        self.bench.engine.restart()
+        self.bench.publish(1)
+        self.bench.settle()
+        assert not self.bench.lost
+        self.check_truth()
 
     def check_truth(self) -> None:
         assert self.bench.delivered == self.bench.engine.batches

@@ -115,9 +115,9 @@ class Bench:
 
     def serve(self, replies: list[tuple[int, bytes]], *, end: bool = True) -> None:
         for seq, payload in replies:
-            request = self.request
+            requests = len(self.requests)
             self.run(self.tracker.on_replay(seq, payload, self.now))
-            if self.request is None or self.request != request:
+            if self.request is None or len(self.requests) != requests:
                 return  # the socket of this replay is closed
         if end:
             self.request = None

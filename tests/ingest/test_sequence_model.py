@@ -53,7 +53,7 @@ class TrackedSource(RuleBasedStateMachine):
 
     @rule()
     def restart_in_place(self) -> None:
-        self.bench.engine.restart()
+        self.restart()
 
     @rule(restarted=st.booleans())
     def disconnect(self, restarted: bool) -> None:
@@ -61,7 +61,7 @@ class TrackedSource(RuleBasedStateMachine):
             self.connected = False
             self.bench.disconnect()
         if restarted:
-            self.bench.engine.restart()
+            self.restart()
 
     @rule()
     def connect(self) -> None:
@@ -120,6 +120,13 @@ class TrackedSource(RuleBasedStateMachine):
             assert self.excused, "nothing was lost that a replay could not have brought"
             self.check_restart_heals()
         assert bench.budget.used_bytes == 0
+
+    def restart(self) -> None:
+        self.bench.engine.restart()
+        if not self.endpoint:
+            # Numbers that go on where the old ones ended cannot be told from those without a replay.
+            self.connect()
+            self.publish(1, "none")
 
     def check_restart_heals(self) -> None:
         self.bench.engine.restart()

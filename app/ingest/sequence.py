@@ -413,13 +413,19 @@ class SequenceTracker:
         return released
 
     def _lose_up_to(self, seq: int, why: str) -> None:
-        """Give up every number below `seq` that has not been delivered."""
-        cause = f"batches {self._expected()}..{seq - 1} are lost: {why}"
+        """Give up what is missing below `seq`; what is held from below it is delivered."""
+        cause = f"batches are missing in {self._expected()}..{seq - 1}: {why}"
         self._report(SourceState.DEGRADED, gaps=0 if self._gap_counted else 1, cause=cause)
         self._gap_counted = False
-        self._last = seq - 1
-        self._last_digest = self._digests.get(seq - 1)
-        self._held.drop_below(seq)
+        while self._held and (lowest := self._held.lowest()) < seq:
+            self._skip_to(lowest)
+            self._release()
+        if self._expected() < seq:
+            self._skip_to(seq)
+
+    def _skip_to(self, seq: int) -> None:
+        self._last = seq - 1 if seq > 0 else None
+        self._last_digest = self._digests.get(seq - 1) if seq > 0 else None
 
     def _go_live(self, now: float) -> None:
         self._abandon_replay()

@@ -88,10 +88,6 @@ class HeldBatches:
     def lowest(self) -> int:
         return min(self._payloads)
 
-    def drop_below(self, seq: int) -> None:
-        for held in [held for held in self._payloads if held < seq]:
-            self.pop(held)
-
     def take_all(self) -> list[tuple[int, bytes]]:
         held = sorted(self._payloads.items())
         self.clear()

@@ -9,6 +9,7 @@ IndexerError
 ├── LimitExceeded         a bound was met; `bound` names the setting
 │   └── BodyTooLarge      a request body is longer than we read
 ├── Overloaded            a queue is full; the same call may go through later
+├── Unresponsive          another process did not answer, or not in time
 ├── InvalidSettings       a setting has an unknown name or an impossible value
 ├── CannotListen          the address to listen on cannot be had
 └── NativeCoreMissing     the compiled core is absent; there is no slow path in its place
@@ -80,6 +81,10 @@ class BodyTooLarge(LimitExceeded):
 
 class Overloaded(IndexerError):
     """A queue is full: nothing was changed, and the same call may go through later."""
+
+
+class Unresponsive(IndexerError):
+    """Another process did not answer, or not in time."""
 
 
 class InvalidSettings(IndexerError):

@@ -1,0 +1,128 @@
+"""The indexer under test, seen through its public HTTP interface only; started here when no URL is given."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import httpx
+
+from app.errors import InvalidInput, Unresponsive
+
+POLL_INTERVAL_S = 0.002
+START_DEADLINE_S = 30.0
+STOP_DEADLINE_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamPosition:
+    """How far a (pod, rank) has been applied: a match sees everything up to here."""
+
+    last_seq: int | None
+    restarts: int
+    state: str
+
+
+class IndexerUnderTest:
+    """Calls raise Unresponsive when nobody answers and InvalidInput when the indexer refuses."""
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 30.0) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def has_pod(self, pod: str) -> bool:
+        return self._send("GET", f"/v1/pods/{pod}").status_code != httpx.codes.NOT_FOUND
+
+    def register(self, pod: str, body: dict[str, Any]) -> None:
+        self._accepted("PUT", f"/v1/pods/{pod}", body)
+
+    def drop(self, pod: str) -> None:
+        self._accepted("DELETE", f"/v1/pods/{pod}")
+
+    def positions(self, pod: str) -> dict[int, StreamPosition]:
+        ranks = self._accepted("GET", f"/v1/pods/{pod}")["ranks"]
+        return {
+            rank["dp_rank"]: StreamPosition(rank["last_seq"], rank["restarts"], rank["state"])
+            for rank in ranks
+        }
+
+    def reusable_tokens(
+        self, *, model: str, lora: str | None, cache_salt: str | None, pod: str, token_ids: Sequence[int]
+    ) -> dict[int, int]:
+        """By rank; a rank that holds nothing of the prompt is left out."""
+        answer = self._accepted(
+            "POST",
+            "/v1/match",
+            {
+                "model": model,
+                "lora": lora,
+                "token_ids": list(token_ids),
+                "cache_salt": cache_salt,
+                "pods": [pod],
+            },
+        )
+        return {row["dp_rank"]: row["reusable_tokens"] for row in answer["matches"] if row["pod"] == pod}
+
+    def _accepted(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        response = self._send(method, path, body)
+        if response.is_error:
+            raise InvalidInput(f"{method} {path}: {response.status_code} {response.text[:500]}")
+        return response.json() if response.content else None
+
+    def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        try:
+            return self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise Unresponsive(f"no answer from the indexer at {self._http.base_url}: {error}") from error
+
+
+@contextlib.contextmanager
+def own_indexer() -> Iterator[str]:
+    """The URL of an indexer started for this one check, on a free port, and stopped after it."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as probe:
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "app", "serve", "--host", "127.0.0.1", "--port", str(port)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            if not _ready(process, url):
+                log.seek(0)
+                said = log.read()[-2_000:].decode(errors="replace")
+                raise Unresponsive(f"the indexer did not start; it said:\n{said}")
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _ready(process: subprocess.Popen[bytes], url: str) -> bool:
+    deadline = time.monotonic() + START_DEADLINE_S
+    with httpx.Client(base_url=url, timeout=1.0) as http:
+        while time.monotonic() < deadline and process.poll() is None:
+            with contextlib.suppress(httpx.HTTPError):
+                if http.get("/readyz").status_code == httpx.codes.OK:
+                    return True
+            time.sleep(0.05)
+    return False

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 
 from app.endpoints import Endpoint, rank_endpoints
 from app.errors import InvalidInput
-from app.ingest.feed import Feed, QueueLimits, Stream, Writer
+from app.ingest.feed import Decode, Feed, QueueLimits, Stream, Writer
 from app.ingest.receiver import FollowedPod, Receiver, SocketLimits
 from app.ingest.sequence import SequenceLimits
 from app.ingest.vllm import decode_batch
@@ -37,8 +37,15 @@ class ZmqSettings:
 class ZmqIngest:
     """A PodListener. All calls are made from the event loop's thread; `stop` blocks for milliseconds."""
 
-    def __init__(self, writer: Writer, settings: ZmqSettings | None = None) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        settings: ZmqSettings | None = None,
+        *,
+        decode: Decode = decode_batch,
+    ) -> None:
         self._writer = writer
+        self._decode = decode
         self._settings = settings or ZmqSettings()
         self._specs: dict[str, PodSpec] = {}
         self._pods: dict[str, FollowedPod] = {}
@@ -49,7 +56,7 @@ class ZmqIngest:
         """On the running event loop; pods that were added before are followed from now on."""
         assert self._receiver is None, "started once"
         loop = asyncio.get_running_loop()
-        self._feed = Feed(self._writer, decode_batch, self._settings.queue, loop, self._resume_reading)
+        self._feed = Feed(self._writer, self._decode, self._settings.queue, loop, self._resume_reading)
         self._receiver = Receiver(self._feed, self._settings.sequence, self._settings.sockets)
         for pod in self._pods.values():
             self._receiver.follow(pod)

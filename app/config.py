@@ -1,8 +1,9 @@
 """Every setting, once: name, default, bounds and the sentence that docs/operations.md shows.
 
-A setting `ttl_s` is the environment variable KVINDEXER_TTL_S and the option `--ttl-s`; an option wins over the variable.
-Nothing else in the package reads the environment. A variable with the prefix but an unknown name stops the start just
-like a value that cannot be: a misspelt bound that silently keeps its default is found in the worst hour.
+A setting `ttl_s` is the environment variable KVINDEXER_TTL_S and the option `--ttl-s`; an option wins over
+the variable. Nothing else in the package reads the environment. A variable with the prefix but an unknown
+name stops the start just like a value that cannot be: a misspelt bound that silently keeps its default is
+found in the worst hour.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class Settings(BaseSettings):
-    """All settings of one process, frozen. Build it with `load_settings`, which turns faults into InvalidSettings."""
+    """All settings of one process; `load_settings` builds it and turns faults into InvalidSettings."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True
@@ -82,7 +83,7 @@ class Settings(BaseSettings):
     )
     count_copies: bool = Field(
         True,
-        description="Count the copies that an engine stores of one block, so that it is gone with the last one.",
+        description="Count the copies that an engine stores of one block: it is gone with the last one.",
     )
     sweep_interval_s: float = Field(
         0.1, ge=0.01, le=60, description="Seconds between two slices of expiry, sweeping and deadlines."
@@ -108,6 +109,22 @@ class Settings(BaseSettings):
 
     zmq_disconnect_deadline_s: float = Field(
         30.0, gt=0, description="Seconds after which a rank whose ZMQ stream is disconnected holds nothing."
+    )
+    zmq_queue_batches_max: int = Field(
+        8_192,
+        ge=1,
+        description="Received batches that wait for the writer; past it reading stops for a while.",
+    )
+    zmq_queue_bytes_max: int = Field(
+        128 * 1024 * 1024, ge=1_024, description="Bytes of such batches; past it reading stops for a while."
+    )
+    zmq_held_bytes_max: int = Field(
+        256 * 1024 * 1024,
+        ge=1_024,
+        description="Bytes of live batches held back during replays; past it they are asked for later.",
+    )
+    zmq_message_bytes_max: int = Field(
+        64 * 1024 * 1024, ge=1_024, description="Bytes of one ZMQ message; a longer one ends its connection."
     )
     http_silence_deadline_s: float = Field(
         1_200.0,

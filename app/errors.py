@@ -3,16 +3,25 @@
 IndexerError
 ├── InvalidInput          a request or an event says something that cannot be; `field` names where
 │   ├── UnreadableBatch   bytes that are not a batch of events at all
+│   ├── BatchRejected     a batch of events without one that can be used; `rejected` says why, event by event
 │   └── UnreadableBody    bytes that are not the JSON or msgpack that they claim to be
 ├── UnknownPod            no pod of that name is registered
 ├── LimitExceeded         a bound was met; `bound` names the setting
+│   └── BodyTooLarge      a request body is longer than we read
 ├── Overloaded            a queue is full; the same call may go through later
 ├── Unresponsive          another process did not answer, or not in time
 ├── InvalidSettings       a setting has an unknown name or an impossible value
+├── CannotListen          the address to listen on cannot be had
 └── NativeCoreMissing     the compiled core is absent; there is no slow path in its place
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from app.events import RejectedEvent
 
 
 class IndexerError(Exception):
@@ -20,16 +29,30 @@ class IndexerError(Exception):
 
 
 class InvalidInput(IndexerError):
-    """Input that cannot be accepted; `field` is its place as a dotted path, "" when it is the whole."""
+    """Input that cannot be accepted; `field` is its place as a dotted path, "" when it is the whole.
 
-    def __init__(self, detail: str, *, field: str = "") -> None:
+    `faults` are (field, detail) of every fault where there are several to name.
+    """
+
+    def __init__(self, detail: str, *, field: str = "", faults: Sequence[tuple[str, str]] = ()) -> None:
         super().__init__(detail)
         self.detail = detail
         self.field = field
+        self.faults = tuple(faults) or ((field, detail),)
 
 
 class UnreadableBatch(InvalidInput):
     """Bytes that are not a batch of KV events in any known wire form."""
+
+
+class BatchRejected(InvalidInput):
+    """A batch of events of which none can be used: nothing was changed."""
+
+    def __init__(self, rejected: tuple[RejectedEvent, ...]) -> None:
+        places = "; ".join(f"event {event.index}: {event.detail}" for event in rejected[:3])
+        more = f"; and {len(rejected) - 3} more" if len(rejected) > 3 else ""
+        super().__init__(f"no event of the batch can be used: {places}{more}", field="events")
+        self.rejected = rejected
 
 
 class UnreadableBody(InvalidInput):
@@ -52,6 +75,10 @@ class LimitExceeded(IndexerError):
         self.bound = bound
 
 
+class BodyTooLarge(LimitExceeded):
+    """A request body is longer than we read; what came of it is forgotten."""
+
+
 class Overloaded(IndexerError):
     """A queue is full: nothing was changed, and the same call may go through later."""
 
@@ -62,6 +89,10 @@ class Unresponsive(IndexerError):
 
 class InvalidSettings(IndexerError):
     """A setting has an unknown name or an impossible value."""
+
+
+class CannotListen(IndexerError):
+    """The address to listen on is taken, not ours, or none."""
 
 
 class NativeCoreMissing(IndexerError):

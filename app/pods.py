@@ -1,13 +1,15 @@
 """Pods and their sources: who may speak, and how far each one's picture can be trusted.
 
-One `Source` is one ordered event stream, a (pod, rank). Only the service writes to these records; ingest reports to
-the service, and the API reads. State, last sequence number and age go with every match, so that a router can fall back.
+One `Source` is one ordered event stream, a (pod, rank). Only the service writes to these records; ingest
+reports to the service, and the API reads. State, last sequence number and age go with every match, so that a
+router can fall back.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+from collections import Counter
 
 
 class SourceState(enum.StrEnum):
@@ -44,16 +46,32 @@ class Source:
     pod: str
     dp_rank: int
     index_id: int  # the source's number inside the index
-    state: SourceState = SourceState.LIVE
+    stream: SourceState = SourceState.LIVE  # LIVE, CATCHING_UP or DOWN: what is known of the connection
+    incomplete: bool = False  # batches or blocks were lost for good
+    offloads: bool = False  # has spoken of a tier other than the GPU's
     last_seq: int | None = None  # newest sequence number that a match already sees
     last_event_at_s: float | None = None  # on the service's clock
     block_size: int | None = None  # of the GPU tier, in tokens: declared, or learned from the first event
+    down_since_s: float | None = None
     gaps: int = 0
     replays: int = 0
     restarts: int = 0
-    orphans: int = 0
-    rejected: int = 0
-    down_since_s: float | None = None
+    orphans: int = 0  # blocks that had to wait for their parent
+    orphans_dropped: int = 0  # blocks of them that were given up for want of room
+    rejected: int = 0  # events
+    ignored: int = 0  # events
+    batches: int = 0
+    duplicates: int = 0  # batches
+    events: Counter[str] = dataclasses.field(default_factory=Counter)  # applied, by type
+    stored_blocks: int = 0
+    removed_blocks: int = 0
+    unknown_blocks: int = 0  # blocks named in a removal or a placeholder that this source does not hold
+
+    @property
+    def state(self) -> SourceState:
+        if self.stream is SourceState.LIVE and self.incomplete:
+            return SourceState.DEGRADED
+        return self.stream
 
 
 @dataclasses.dataclass(slots=True)

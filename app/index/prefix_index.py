@@ -13,8 +13,8 @@ A slot holds P while at least one of its names is for P. An entry is P with the 
 
 Expiry. An entry is expired when ttl > 0 and now - last_seen >= ttl. An expired entry is gone, and with it every name of
 it: nothing that happens later can tell it from one that never was (speculative marks have deadlines of their own).
-The same holds for an entry that capacity evicted. Only counts (blocks_by_tier, ContextInfo.prefixes, stats) may
-include what is expired or dead until it is swept.
+The same holds for an entry that capacity evicted. Only counts may include what is not swept yet: blocks_by_tier and
+orphan_blocks what has expired (but nothing that was cleared), ContextInfo.prefixes and stats also what was cleared.
 
 store(source, context, tier, group, engine_hashes, parent, token_ids, extra_keys)
   parent None: the first block is a root. Else the parent is looked up among the source's names in this context: first in

@@ -1,0 +1,245 @@
+"""Raw bodies in, plain values out: the only module that parses what clients send, and that writes what they
+get.
+
+A query of 4,096 tokens is a few short fields and one long array. Validating the array element by element as
+Python objects costs far more than the match itself, so the body is cut into raw fields first (msgspec.Raw),
+the arrays go to their parsers as they are, and only the short fields are decoded and validated, by the
+models of app/schemas.py.
+
+Refused, each with its place: what is not the notation its Content-Type says, nesting beyond reason, unknown
+fields, numbers out of range, and bodies past `body_bytes_max`, which is enforced while they stream in:
+never more than the bound is held, whatever Content-Length says or does not say.
+"""
+
+from __future__ import annotations
+
+import array
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+
+from app import _native
+from app.api.problems import place, sentence
+from app.errors import BodyTooLarge, InvalidInput, LimitExceeded, UnreadableBody
+from app.schemas import HASH_MAX
+
+JSON = "application/json"
+MSGPACK = "application/msgpack"
+OCTETS = "application/octet-stream"
+
+_MSGPACK_NAMES = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
+_FIELDS_MAX = 64
+_NULL = {JSON: b"null", MSGPACK: b"\xc0"}
+_TOKEN_PARSERS = {JSON: _native.json_token_ids, MSGPACK: _native.msgpack_token_ids}
+
+Fields = dict[str, msgspec.Raw]
+Model = TypeVar("Model", bound=BaseModel)
+
+
+# -- what the request carries
+
+
+def content_type(request: Request, *accepted: str) -> str:
+    """The notation of the body, one of `accepted`; JSON when the request does not say."""
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise HTTPException(415, "a compressed body is not accepted: send it without Content-Encoding")
+    said = request.headers.get("content-type")
+    name = JSON if said is None else said.partition(";")[0].strip().lower()
+    name = MSGPACK if name in _MSGPACK_NAMES else name
+    if name not in accepted:
+        raise HTTPException(415, f"Content-Type {name!r} is not accepted here: send {' or '.join(accepted)}")
+    return name
+
+
+async def read_body(request: Request, bytes_max: int) -> bytes:
+    """The whole body. Raises BodyTooLarge before more than `bytes_max` bytes are held."""
+    declared = request.headers.get("content-length", "")
+    if declared.isascii() and declared.isdigit() and int(declared) > bytes_max:
+        raise _too_large(bytes_max)
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > bytes_max:
+            raise _too_large(bytes_max)
+        chunks.append(chunk)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def _too_large(bytes_max: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is longer than body_bytes_max = {bytes_max} bytes", bound="body_bytes_max")
+
+
+# -- short fields
+
+
+def cut_fields(body: bytes, notation: str) -> Fields:
+    """The fields of an object, each still raw."""
+    fields: Fields = _decode(body, notation, Fields)
+    if len(fields) > _FIELDS_MAX:
+        raise InvalidInput(f"the object has more than {_FIELDS_MAX} fields")
+    return fields
+
+
+def validate(model: type[Model], fields: Fields, notation: str, *, beside: tuple[str, ...] = ()) -> Model:
+    """The model of all fields but those `beside` it, which the caller parses itself."""
+    values = {name: _decode(raw, notation, Any, name) for name, raw in fields.items() if name not in beside}
+    return _validated(model, values, strict=True)
+
+
+def validate_query(model: type[Model], request: Request, *, lists: tuple[str, ...] = ()) -> Model:
+    """The model of the query parameters; those in `lists` are separated by commas or repeated."""
+    values: dict[str, Any] = {}
+    for name, value in request.query_params.multi_items():
+        if name in lists:
+            values.setdefault(name, []).extend(part for part in value.split(",") if part)
+        elif name in values:
+            raise InvalidInput(f"query parameter {name} is given twice", field=name)
+        else:
+            values[name] = value
+    return _validated(model, values, strict=False)
+
+
+def refuse_query(request: Request) -> None:
+    """Everything is in the body, so a query parameter is a mistake that would pass unseen."""
+    for name in request.query_params:
+        raise InvalidInput(f"query parameter {name} is not known here: it belongs into the body", field=name)
+
+
+def _validated(model: type[Model], values: Mapping[str, Any], *, strict: bool) -> Model:
+    try:
+        return model.model_validate(values, strict=strict)
+    except ValidationError as error:
+        faults = [(place(fault["loc"]), fault["msg"]) for fault in error.errors(include_url=False)]
+        raise InvalidInput(sentence(faults), field=faults[0][0], faults=faults) from None
+
+
+# -- arrays
+
+
+def token_ids(fields: Fields, notation: str, tokens_max: int) -> bytes | None:
+    """`token_ids` as uint32, little-endian; None when absent or null. No object a token is made."""
+    raw = fields.get("token_ids")
+    if raw is None or memoryview(raw) == _NULL[notation]:
+        return None
+    try:
+        buffer = _TOKEN_PARSERS[notation](raw)
+    except _native.WireError as error:
+        field = f"token_ids[{error.index}]" if str(error).startswith("element") else "token_ids"
+        raise InvalidInput(f"token_ids: {error}", field=field) from None
+    _check_count("token_ids", len(buffer) // 4, tokens_max)
+    return buffer
+
+
+def prefix_hashes(fields: Fields, notation: str, hashes_max: int) -> bytes | None:
+    """`prefix_hashes` as uint64, little-endian; None when absent or null."""
+    raw = fields.get("prefix_hashes")
+    values = None if raw is None else _decode(raw, notation, list[int] | None, "prefix_hashes")
+    if values is None:
+        return None
+    _check_count("prefix_hashes", len(values), hashes_max)
+    try:
+        return array.array("Q", values).tobytes()
+    except OverflowError:
+        index = next(i for i, value in enumerate(values) if not 0 <= value <= HASH_MAX)
+        raise InvalidInput(
+            f"prefix_hashes: element {index} is not in 0..{HASH_MAX}", field=f"prefix_hashes[{index}]"
+        ) from None
+
+
+def octet_token_ids(body: bytes, tokens_max: int) -> bytes:
+    if len(body) % 4:
+        raise InvalidInput(f"{len(body)} bytes are not a whole number of token ids of 4 bytes")
+    _check_count("token_ids", len(body) // 4, tokens_max)
+    return body
+
+
+def extra_keys(fields: Fields, notation: str) -> list[list[Any] | None] | None:
+    """`extra_keys` as they are; what a key may be is checked where they are encoded."""
+    raw = fields.get("extra_keys")
+    return None if raw is None else _decode(raw, notation, list[list[Any] | None] | None, "extra_keys")
+
+
+def raw_list(fields: Fields, notation: str, name: str) -> list[msgspec.Raw]:
+    """The elements of an array, each still raw."""
+    if name not in fields:
+        raise InvalidInput(f"{name} is needed", field=name)
+    items: list[msgspec.Raw] = _decode(fields[name], notation, list[msgspec.Raw], name)
+    return items
+
+
+def _check_count(name: str, count: int, count_max: int) -> None:
+    if count > count_max:
+        raise LimitExceeded(f"{count} {name} are more than tokens_max = {count_max}", bound="tokens_max")
+
+
+# -- notations
+
+_PLACE = re.compile(r"^(?P<detail>.*) - at `\$\.?(?P<place>.*)`$", re.DOTALL)
+_NESTED = "nested too deeply"
+
+
+@functools.lru_cache(maxsize=64)
+def _decoder(notation: str, kind: Any) -> Callable[[bytes | msgspec.Raw], Any]:
+    return (msgspec.json.Decoder(kind) if notation == JSON else msgspec.msgpack.Decoder(kind)).decode
+
+
+def _decode(body: bytes | msgspec.Raw, notation: str, kind: Any, field: str = "") -> Any:
+    try:
+        return _decoder(notation, kind)(body)
+    except msgspec.ValidationError as error:
+        found = _PLACE.match(str(error))
+        detail, inner = (found["detail"], found["place"]) if found else (str(error), "")
+        where = field + (inner if inner.startswith("[") or not (field and inner) else f".{inner}")
+        raise InvalidInput(f"{where}: {detail}" if where else detail, field=where) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        raise UnreadableBody(f"the body is not {_name(notation)}: {error}", field=field) from None
+    except RecursionError:
+        raise UnreadableBody(
+            f"the body is not {_name(notation)} that we read: {_NESTED}", field=field
+        ) from None
+
+
+def _name(notation: str) -> str:
+    return "JSON" if notation == JSON else "msgpack"
+
+
+# -- answers
+
+
+def answer(request: Request, content: Any, status: int = 200) -> Response:
+    """`content` in the notation that the request prefers; JSON unless it asks for msgpack."""
+    if _wants_msgpack(request.headers.get("accept", "")):
+        return Response(msgspec.msgpack.encode(content), status, media_type=MSGPACK)
+    return Response(msgspec.json.encode(content), status, media_type=JSON)
+
+
+@functools.lru_cache(maxsize=256)
+def _wants_msgpack(accept: str) -> bool:
+    weights = {"json": 0.0, "msgpack": 0.0}
+    for entry in accept.lower().split(","):
+        name, *parameters = (part.strip() for part in entry.split(";"))
+        weight = next((_weight(text[2:]) for text in parameters if text.startswith("q=")), 1.0)
+        if name in _MSGPACK_NAMES:
+            weights["msgpack"] = max(weights["msgpack"], weight)
+        elif name in (JSON, "application/*", "*/*"):
+            weights["json"] = max(weights["json"], weight if name == JSON else weight / 1_000)
+    return weights["msgpack"] > weights["json"]
+
+
+def _weight(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def numbers_of(hashes: bytes) -> list[int]:
+    """uint64, little-endian, as what an answer shows."""
+    return array.array("Q", hashes).tolist()

@@ -1,0 +1,100 @@
+"""Events in: JSON with an envelope, or exactly the payload that an engine publishes. When it is answered, a
+match sees it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from app.api import bodies
+from app.api.document import described
+from app.api.wiring import Wiring, wiring_of
+from app.errors import LimitExceeded
+from app.events import EventBatch
+from app.ingest.vllm import EventPost, decode_batch, decode_json_events
+from app.schemas import EventsFields, EventsRequest, EventsResponse
+from app.service import BatchResult, IndexerService
+
+router = APIRouter(prefix="/v1", tags=["events"])
+
+
+@router.post(
+    "/events", **described(EventsResponse, body=EventsRequest, query=EventsFields, engine_payload=True)
+)
+async def events(request: Request) -> Response:
+    """Applies one batch of one rank of a pod; an unknown pod is registered when the batch names its model.
+
+    As `application/msgpack` the body is the payload frame that an engine publishes, of any vLLM or SGLang
+    release, and the other fields are query parameters. An event that cannot be used is skipped and named in
+    `rejected`; when none can be used, nothing changes and the answer is a 422 that names each fault.
+    """
+    wiring = wiring_of(request)
+    notation = bodies.content_type(request, bodies.JSON, bodies.MSGPACK)
+    body = await bodies.read_body(request, wiring.settings.body_bytes_max)
+    if notation == bodies.MSGPACK:
+        fields, batch = _from_payload(request, wiring.service, body)
+    else:
+        bodies.refuse_query(request)
+        fields, batch = _from_json(wiring, body)
+    dp_rank = fields.dp_rank
+    if "dp_rank" not in fields.model_fields_set and batch.dp_rank is not None:
+        dp_rank = batch.dp_rank
+    _check_count(wiring, len(batch.events) + len(batch.rejected) + batch.ignored)
+    result = wiring.service.post(
+        fields.pod, batch, model=fields.model, dp_rank=dp_rank, seq=fields.seq, lora=fields.lora or None
+    )
+    if batch.ts is not None and not result.duplicate:
+        wiring.metrics.observe_lag(time.time() - batch.ts)
+    return bodies.answer(request, _shown(result, batch))
+
+
+def _from_payload(request: Request, service: IndexerService, body: bytes) -> tuple[EventsFields, EventBatch]:
+    fields = bodies.validate_query(EventsFields, request)
+    return fields, decode_batch(body, block_size=_block_size(service, fields))
+
+
+def _from_json(wiring: Wiring, body: bytes) -> tuple[EventsFields, EventBatch]:
+    raw = bodies.cut_fields(body, bodies.JSON)
+    fields = bodies.validate(EventsFields, raw, bodies.JSON, beside=("events",))
+    events = bodies.raw_list(raw, bodies.JSON, "events")
+    _check_count(wiring, len(events))
+    post = EventPost(
+        pod=fields.pod,
+        events=events,
+        dp_rank=fields.dp_rank,
+        model=fields.model,
+        seq=fields.seq,
+        ts=fields.ts,
+    )
+    return fields, decode_json_events(post, block_size=_block_size(wiring.service, fields))
+
+
+def _block_size(service: IndexerService, fields: EventsFields) -> int | None:
+    """What the pod is known to use; the codec knows partial blocks by it."""
+    pod = service.pods.get(fields.pod)
+    if pod is None:
+        return None
+    source = pod.sources.get(fields.dp_rank)
+    return pod.spec.block_size if source is None else source.block_size
+
+
+def _check_count(wiring: Wiring, count: int) -> None:
+    events_max = wiring.settings.events_max
+    if count > events_max:
+        raise LimitExceeded(f"{count} events are more than events_max = {events_max}", bound="events_max")
+
+
+def _shown(result: BatchResult, batch: EventBatch) -> dict[str, Any]:
+    return {
+        "accepted": result.accepted,
+        "stored_blocks": result.stored_blocks,
+        "removed_blocks": result.removed_blocks,
+        "orphans": result.orphans,
+        "ignored": 0 if result.duplicate else batch.ignored,
+        "rejected": [msgspec.structs.asdict(fault) for fault in result.rejected],
+        "duplicate": result.duplicate,
+    }

@@ -1,0 +1,130 @@
+"""Every error as an RFC 9457 problem object, from one table of exception -> status.
+
+Handlers raise what app/errors.py has; nothing else in app/api names a status for a fault. A fault of ours
+is a 500 that says nothing of the inside: the log has it.
+"""
+
+from __future__ import annotations
+
+import http
+from collections.abc import Sequence
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from app.errors import (
+    BatchRejected,
+    BodyTooLarge,
+    IndexerError,
+    InvalidInput,
+    LimitExceeded,
+    Overloaded,
+    UnknownPod,
+    UnreadableBatch,
+    UnreadableBody,
+)
+
+CONTENT_TYPE = "application/problem+json"
+
+# A batch can have thousands of faults; nobody reads more of them than this.
+FAULTS_MAX = 100
+
+# The first class that fits counts, so a child stands before its parent.
+STATUSES: tuple[tuple[type[IndexerError], int, str], ...] = (
+    (UnreadableBody, 400, "unreadable-body"),
+    (UnreadableBatch, 400, "unreadable-batch"),
+    (InvalidInput, 422, "invalid-input"),
+    (UnknownPod, 404, "unknown-pod"),
+    (BodyTooLarge, 413, "body-too-large"),
+    (LimitExceeded, 422, "limit-exceeded"),
+    (Overloaded, 503, "overloaded"),
+)
+
+Faults = Sequence[tuple[str, str]]
+
+
+def install(app: FastAPI) -> None:
+    """Makes every error of `app` a problem object."""
+    app.add_exception_handler(IndexerError, _indexer_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _our_fault)
+
+
+def problem(
+    status: int,
+    slug: str,
+    detail: str,
+    *,
+    faults: Faults = (),
+    bound: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> JSONResponse:
+    content: dict[str, object] = {
+        "type": f"urn:kvindexer:problem:{slug}",
+        "title": http.HTTPStatus(status).phrase,
+        "status": status,
+        "detail": detail,
+        "errors": [{"field": field, "detail": said} for field, said in faults[:FAULTS_MAX]],
+    }
+    if bound is not None:
+        content["bound"] = bound
+    return JSONResponse(content, status, headers, media_type=CONTENT_TYPE)
+
+
+def place(location: Sequence[int | str]) -> str:
+    """A path of keys and indexes as one text: ("events", 2, "type") is events[2].type."""
+    text = ""
+    for step in location:
+        text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
+    return text
+
+
+async def _indexer_error(_request: Request, error: Exception) -> JSONResponse:
+    row = next((row for row in STATUSES if isinstance(error, row[0])), None)
+    if row is None:
+        raise error
+    _, status, slug = row
+    headers = None
+    if isinstance(error, BodyTooLarge):
+        # The rest of the body is not read, so nothing more can be understood on this connection.
+        headers = {"Connection": "close"}
+    elif isinstance(error, Overloaded):
+        headers = {"Retry-After": "1"}
+    faults: Faults = [("", str(error))]
+    if isinstance(error, BatchRejected):
+        faults = [(f"events[{event.index}]", event.detail) for event in error.rejected]
+    elif isinstance(error, InvalidInput):
+        faults = error.faults
+    elif isinstance(error, UnknownPod):
+        faults = [("pod", str(error))]
+    bound = error.bound if isinstance(error, LimitExceeded) else None
+    return problem(status, slug, str(error), faults=faults, bound=bound, headers=headers)
+
+
+async def _validation_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    faults = [(place(fault["loc"][1:]), fault["msg"]) for fault in error.errors()]
+    return problem(422, "invalid-input", sentence(faults), faults=faults)
+
+
+async def _http_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    phrase = http.HTTPStatus(error.status_code).phrase
+    detail = str(error.detail)
+    headers = dict(error.headers) if error.headers else None
+    slug = phrase.lower().replace(" ", "-")
+    return problem(error.status_code, slug, detail, faults=[("", detail)], headers=headers)
+
+
+async def _our_fault(_request: Request, _error: Exception) -> JSONResponse:
+    detail = "a fault of the indexer; its log says which"
+    return problem(500, "internal", detail, faults=[("", detail)])
+
+
+def sentence(faults: Faults) -> str:
+    """The faults in one line; at most three are spelt out."""
+    said = "; ".join(f"{field}: {detail}" if field else detail for field, detail in faults[:3])
+    return said + (f"; and {len(faults) - 3} more" if len(faults) > 3 else "")

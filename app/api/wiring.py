@@ -1,0 +1,32 @@
+"""What the handlers work with, put together once by app/main.py and found through the request."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import cast
+
+from fastapi import FastAPI, Request
+
+from app.config import Settings
+from app.metrics import Metrics
+from app.service import IndexerService
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wiring:
+    """`not_ready` names what the process still waits for as (place, sentence); empty when it is ready."""
+
+    settings: Settings
+    service: IndexerService
+    metrics: Metrics
+    clock: Callable[[], float]
+    not_ready: Callable[[], list[tuple[str, str]]]
+
+
+def attach(app: FastAPI, wiring: Wiring) -> None:
+    app.state.wiring = wiring
+
+
+def wiring_of(request: Request) -> Wiring:
+    return cast(Wiring, request.app.state.wiring)

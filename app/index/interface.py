@@ -1,0 +1,59 @@
+"""What the service asks of an index: the native one serves, the oracle of the tests stands in for it.
+
+Meaning and errors of every call are in the contract at the top of app/index/prefix_index.py.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from app.index.prefix_index import ContextInfo, Depths, IndexStats, RemoveResult, StoreResult, SweepResult
+
+
+class Index(Protocol):
+    def context(self, model: str, lora: str | None, block_size: int, now: int) -> int: ...
+    def find_contexts(self, model: str, lora: str | None) -> list[ContextInfo]: ...
+    def contexts(self) -> list[ContextInfo]: ...
+    def add_source(self) -> int: ...
+    def drop_source(self, source: int) -> None: ...
+    def store(
+        self,
+        source: int,
+        context: int,
+        *,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        parent: int | None,
+        token_ids: bytes,
+        extra_keys: tuple[bytes, ...] | None,
+        now: int,
+        count_copies: bool = True,
+    ) -> StoreResult: ...
+    def place(
+        self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int, count_copies: bool = True
+    ) -> StoreResult: ...
+    def remove(
+        self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int
+    ) -> RemoveResult: ...
+    def clear(self, source: int, *, tier: int | None = None, context: int | None = None) -> None: ...
+    def match_tokens(
+        self, context: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None, now: int
+    ) -> list[Depths]: ...
+    def match_hashes(self, context: int, prefix_hashes: bytes, now: int) -> list[Depths]: ...
+    def prefix_hashes(
+        self,
+        model: str,
+        lora: str | None,
+        block_size: int,
+        token_ids: bytes,
+        extra_keys: tuple[bytes, ...] | None,
+    ) -> bytes: ...
+    def add_speculative(
+        self, context: int, source: int, prefix_hashes: bytes, ttl_ticks: int, now: int
+    ) -> int: ...
+    def blocks_by_tier(self, source: int) -> tuple[int, int, int, int]: ...
+    def orphan_blocks(self, source: int) -> int: ...
+    def orphan_drops(self) -> list[tuple[int, int]]: ...
+    def sweep(self, now: int, visits_max: int) -> SweepResult: ...
+    def stats(self) -> IndexStats: ...

@@ -1,0 +1,243 @@
+"""The bounded way from the receiver thread to the one writer on the event loop.
+
+The thread puts whole batches, still undecoded, and what its trackers found out, in stream order; one scheduled call on
+the loop drains them in slices of `drain_slice_s`, so that queries wait for a slice at most and never for a backlog.
+Decoding happens in the drain: it needs the interpreter either way, and the thread keeps up with the sockets.
+
+Full means full: the thread stops reading, ZMQ's own queues fill, the publisher drops, and the gap is replayed. The
+bounds may be passed by what one input of a tracker sets free, which is what its source held back during a replay.
+
+No lock: each counter has one writing thread, and deque.append and popleft are atomic.
+
+Trust is kept here, beside the queue's end, because it depends on what is in the batches: once batches were lost a
+stream stays `degraded` until its engine restarts or clears its cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from app.errors import IndexerError, UnreadableBatch
+from app.events import AllBlocksCleared, EventBatch
+from app.ingest.actions import Action, Deliver, Report, Reset
+from app.pods import SourceState
+
+logger = logging.getLogger(__name__)
+
+Decode = Callable[[bytes], EventBatch]
+
+
+class Writer(Protocol):
+    """The part of the service that a feed calls."""
+
+    def apply(self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None) -> Any: ...
+    def reset_source(self, pod: str, dp_rank: int, *, restarted: bool) -> None: ...
+    def set_source_state(
+        self, pod: str, dp_rank: int, state: SourceState, *, gaps: int = 0, replays: int = 0, cause: str = ""
+    ) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Bounds of the queue and of one slice of draining it."""
+
+    queue_batches_max: int = 8_192
+    queue_bytes_max: int = 128 * 1024 * 1024
+    drain_slice_s: float = 0.002
+
+
+@dataclasses.dataclass(slots=True)
+class Stream:
+    """One followed source. Written by the loop's thread only."""
+
+    pod: str
+    dp_rank: int
+    endpoint: str
+    replay_endpoint: str | None
+    followed: bool = True  # once false, what is still queued for it is dropped
+    lost: bool = False  # batches were lost, and nothing has made up for them since
+    state: SourceState = SourceState.DOWN  # of the stream alone; with `lost` it makes the source's state
+    cause: str = "not connected yet"
+
+    @property
+    def trusted_state(self) -> SourceState:
+        return SourceState.DEGRADED if self.lost and self.state is SourceState.LIVE else self.state
+
+
+@dataclasses.dataclass(slots=True)
+class FeedCounters:
+    """Written by the loop's thread only."""
+
+    batches_applied: int = 0
+    batches_unreadable: int = 0
+    batches_refused: int = 0  # the writer raised
+    batches_unfollowed: int = 0  # their pod was removed while they waited
+    drain_slices: int = 0
+
+
+class Feed:
+    """`put`, `is_full` and `flush` belong to the receiver thread, the rest to the loop's."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        decode: Decode,
+        limits: QueueLimits,
+        loop: asyncio.AbstractEventLoop,
+        resume_reading: Callable[[], None],
+    ) -> None:
+        self._writer = writer
+        self._decode = decode
+        self._limits = limits
+        self._loop = loop
+        self._resume_reading = resume_reading
+        self._queue: deque[tuple[Stream, Action]] = deque()
+        self._put_items = self._put_bytes = 0  # written by the receiver thread
+        self._taken_items = self._taken_bytes = 0  # written by the loop's thread
+        self._reading_paused = False
+        self._drain_scheduled = False
+        self._closed = False
+        self.pauses = 0  # times that a full queue stopped the reading
+        self.counters = FeedCounters()
+
+    @property
+    def queued_batches(self) -> int:
+        return self._put_items - self._taken_items
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._put_bytes - self._taken_bytes
+
+    def _fills(self, part: float) -> bool:
+        limits = self._limits
+        return (
+            self.queued_batches >= limits.queue_batches_max * part
+            or self.queued_bytes >= limits.queue_bytes_max * part
+        )
+
+    # -- the receiver thread's side
+
+    def put(self, stream: Stream, action: Action) -> None:
+        self._queue.append((stream, action))
+        self._put_items += 1
+        if isinstance(action, Deliver):
+            self._put_bytes += len(action.payload)
+
+    def is_full(self) -> bool:
+        """When it is, `resume_reading` will be called as soon as half of it is free."""
+        if self._fills(1.0):
+            self._reading_paused = True
+            # The loop may have emptied the queue between the look and the mark.
+            if self._fills(0.5):
+                self.pauses += 1
+                return True
+            self._reading_paused = False
+        return False
+
+    def flush(self) -> None:
+        """Have the loop drain what was put. Raises RuntimeError once the loop is closed."""
+        if self._queue and not self._drain_scheduled:
+            self._drain_scheduled = True
+            self._loop.call_soon_threadsafe(self._drain)
+
+    # -- the loop's side
+
+    def close(self) -> None:
+        """Nothing is applied any more."""
+        self._closed = True
+        self._queue.clear()
+
+    def _drain(self) -> None:
+        self._drain_scheduled = False
+        self.counters.drain_slices += 1
+        stop_at_s = time.perf_counter() + self._limits.drain_slice_s
+        try:
+            while self._queue and not self._closed:
+                self._take()
+                if time.perf_counter() >= stop_at_s:
+                    break
+        finally:
+            if self._queue and not self._drain_scheduled and not self._closed:
+                self._drain_scheduled = True
+                self._loop.call_soon(self._drain)
+            if self._reading_paused and not self._fills(0.5):
+                self._reading_paused = False
+                self._resume_reading()
+
+    def _take(self) -> None:
+        stream, action = self._queue.popleft()
+        self._taken_items += 1
+        if isinstance(action, Deliver):
+            self._taken_bytes += len(action.payload)
+        if not stream.followed:
+            self.counters.batches_unfollowed += isinstance(action, Deliver)
+            return
+        try:
+            self._act(stream, action)
+        except Exception as error:
+            # The edge of a task: one stream's fault, foreseen or not, must not stop the others.
+            self.counters.batches_refused += 1
+            if isinstance(error, IndexerError):
+                logger.warning("%s rank %d: not applied: %s", stream.pod, stream.dp_rank, error)
+            else:
+                logger.exception("%s rank %d: not applied", stream.pod, stream.dp_rank)
+            stream.lost = True
+
+    def _act(self, stream: Stream, action: Action) -> None:
+        if isinstance(action, Deliver):
+            self._apply(stream, action)
+        elif isinstance(action, Report):
+            self._report(stream, action)
+        elif isinstance(action, Reset):
+            logger.info("%s rank %d: reset: %s", stream.pod, stream.dp_rank, action.cause)
+            stream.lost = False
+            self._writer.reset_source(stream.pod, stream.dp_rank, restarted=action.restarted)
+
+    def _apply(self, stream: Stream, delivery: Deliver) -> None:
+        try:
+            batch = self._decode(delivery.payload)
+        except UnreadableBatch as error:
+            self.counters.batches_unreadable += 1
+            # An empty batch in its place: its number has been seen, its content is lost.
+            nothing = EventBatch(events=(), positions=())
+            self._writer.apply(stream.pod, stream.dp_rank, nothing, seq=delivery.seq)
+            cause = f"batch {delivery.seq} cannot be read: {error}"
+            self._report(stream, Report(SourceState.DEGRADED, cause=cause))
+            return
+        self._writer.apply(stream.pod, stream.dp_rank, batch, seq=delivery.seq)
+        self.counters.batches_applied += 1
+        if stream.lost and any(isinstance(event, AllBlocksCleared) for event in batch.events):
+            stream.lost = False
+            self._tell_state(stream, Report(stream.state, cause="the engine cleared its cache"))
+
+    def _report(self, stream: Stream, report: Report) -> None:
+        if report.state is SourceState.DEGRADED:
+            stream.lost = True
+            logger.warning("%s rank %d: %s", stream.pod, stream.dp_rank, report.cause)
+        else:
+            stream.state = report.state
+            if report.cause:
+                logger.info("%s rank %d: %s: %s", stream.pod, stream.dp_rank, report.state, report.cause)
+        self._tell_state(stream, report)
+
+    def _tell_state(self, stream: Stream, report: Report) -> None:
+        if report.cause:
+            stream.cause = report.cause
+        elif stream.trusted_state is SourceState.LIVE:
+            stream.cause = ""
+        # A loss during a replay or while down is told at once, and told again when the stream is live.
+        state = SourceState.DEGRADED if report.state is SourceState.DEGRADED else stream.trusted_state
+        self._writer.set_source_state(
+            stream.pod,
+            stream.dp_rank,
+            state,
+            gaps=report.gaps,
+            replays=report.replays,
+            cause=report.cause or stream.cause,
+        )

@@ -1,0 +1,467 @@
+"""One thread that owns every ZMQ socket: live streams in, replays asked for, batches handed to the feed.
+
+A thread with blocking sockets, because the asyncio ones cost 2.6 times the CPU for the same messages. It sleeps in one
+poll over everything: a SUB and its monitor per source, a DEALER per running replay, and a socket pair that wakes it.
+
+What it relies on:
+  monitors   a source is connected from the handshake to the end of its last connection. Both are told by the monitor,
+             which no order binds to the live frames; a tracker holds frames that come while it believes to be down.
+  heartbeats a peer that vanished without closing is noticed within `heartbeat_timeout_s`.
+  one DEALER a request: replies to a request that was given up die with its socket, unread.
+A source whose sockets cannot be opened is DOWN with the reason, and tried again every `reopen_interval_s`. A fault of
+our own costs every followed source a fresh start, is logged and counted, and never the thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from app.endpoints import Endpoint
+from app.errors import InvalidInput
+from app.ingest.actions import Action, Report, RequestReplay, Reset, StopReplay
+from app.ingest.feed import Feed, Stream
+from app.ingest.frames import END_OF_REPLAY, parse_live, parse_replay, replay_request
+from app.ingest.sequence import SequenceCounters, SequenceLimits, SequenceTracker
+from app.ingest.window import HoldBudget
+from app.pods import SourceState
+
+logger = logging.getLogger(__name__)
+
+_MONITORED = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_ACCEPTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_DELAYED
+    | zmq.EVENT_CONNECT_RETRIED
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SocketLimits:
+    """Bounds and intervals of sockets and of the thread's rounds."""
+
+    live_queue_messages_max: int = 10_000  # ZMQ's receive queue of one live stream
+    replay_queue_messages_max: int = 1_000  # of one replay
+    message_bytes_max: int = 64 * 1024 * 1024
+    held_bytes_max: int = 256 * 1024 * 1024  # live batches that wait for replays, all sources together
+    replays_max: int = 32  # replays that run at once; the others wait for their turn
+    heartbeat_interval_s: float = 5.0
+    heartbeat_timeout_s: float = 15.0
+    reconnect_interval_s: float = 0.1
+    reconnect_interval_s_max: float = 5.0
+    reopen_interval_s: float = 5.0
+    tick_interval_s: float = 0.1
+    reads_per_round_max: int = 128  # messages from one socket before the next has its turn
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FollowedPod:
+    """Streams with their endpoints (publisher, replay), all with the same topic. Equal only to itself."""
+
+    name: str
+    topic: bytes
+    streams: tuple[tuple[Stream, Endpoint, Endpoint | None], ...]
+
+
+@dataclasses.dataclass(slots=True)
+class ReceiverCounters:
+    """Written by the receiver thread only."""
+
+    messages: int = 0
+    message_bytes: int = 0
+    messages_malformed: int = 0
+    open_failures: int = 0
+    faults: int = 0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Subscription:
+    stream: Stream
+    publisher: Endpoint
+    replay: Endpoint | None
+    topic: bytes
+    tracker: SequenceTracker
+    live: zmq.Socket[bytes] | None = None
+    monitor: zmq.Socket[bytes] | None = None
+    dealer: zmq.Socket[bytes] | None = None
+    connections: set[int] = dataclasses.field(default_factory=set)
+    established: bool = False
+    resolved: bool = True  # the last attempt to connect got past the name
+    replay_from: int | None = None  # a request that waits for its turn
+    reopen_at_s: float | None = None
+
+
+class Receiver:
+    """`follow`, `unfollow`, `start`, `wake` and `stop` belong to the loop's thread; the rest runs on its own."""
+
+    def __init__(self, feed: Feed, sequence: SequenceLimits, limits: SocketLimits) -> None:
+        self._feed = feed
+        self._sequence = sequence
+        self._limits = limits
+        self._wanted: dict[str, FollowedPod] = {}
+        self._wanted_changed = False
+        self._wanted_lock = threading.Lock()
+        self._stopping = False
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_out.setblocking(False)
+        self._wake_in.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="zmq-ingest", daemon=True)
+
+        # From here on, the receiver thread's own.
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._poller = zmq.Poller()
+        self._wake_poller = zmq.Poller()
+        self._subscriptions: dict[FollowedPod, tuple[_Subscription, ...]] = {}
+        self._by_socket: dict[zmq.Socket[bytes], _Subscription] = {}
+        self._waiting: deque[_Subscription] = deque()
+        self._running_replays = 0
+        self._next_tick_s = 0.0
+        self._budget = HoldBudget(limits.held_bytes_max)
+        self.counters = ReceiverCounters()
+        self.sequence_counters = SequenceCounters()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._budget.used_bytes
+
+    @property
+    def held_overflows(self) -> int:
+        return self._budget.overflows
+
+    @property
+    def replays_running(self) -> int:
+        return self._running_replays
+
+    @property
+    def replays_waiting(self) -> int:
+        return len(self._waiting)
+
+    # -- the loop's side
+
+    def follow(self, pod: FollowedPod) -> None:
+        with self._wanted_lock:
+            self._wanted[pod.name] = pod
+            self._wanted_changed = True
+        self.wake()
+
+    def unfollow(self, name: str) -> None:
+        with self._wanted_lock:
+            self._wanted.pop(name, None)
+            self._wanted_changed = True
+        self.wake()
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # as many wakes as fit are on their way already
+            self._wake_out.send(b"\0")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when the thread and all its sockets are gone; a round takes milliseconds."""
+        self._stopping = True
+        self.wake()
+        if self._thread.ident is not None:
+            self._thread.join()
+        else:
+            self._context.term()
+        self._wake_out.close()
+        self._wake_in.close()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    # -- the thread
+
+    def _run(self) -> None:
+        # pyzmq tells raw descriptors from sockets by type.
+        self._poller.register(self._wake_in.fileno(), zmq.POLLIN)
+        self._wake_poller.register(self._wake_in.fileno(), zmq.POLLIN)
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+        try:
+            while not self._stopping:
+                try:
+                    self._round()
+                except Exception:
+                    self.counters.faults += 1
+                    logger.exception("the ZMQ receiver failed; every stream is followed anew")
+                    self._start_over()
+        finally:
+            for pod in list(self._subscriptions):
+                self._close_pod(pod)
+            self._context.term()
+
+    def _round(self) -> None:
+        self._follow_wanted()
+        if self._feed.is_full():
+            self._feed.flush()
+            self._wake_poller.poll(1_000)
+            self._clear_wakes()
+            return
+        ready = [item for item, _ in self._poller.poll(self._poll_timeout_ms())]
+        self._clear_wakes()
+        now = time.monotonic()
+        for item in ready:
+            if (subscription := self._by_socket.get(item)) is not None and item is subscription.monitor:
+                self._read_monitor(subscription, now)
+        for item in ready:
+            if (subscription := self._by_socket.get(item)) is not None and item is not subscription.monitor:
+                self._read(subscription, item, now)
+            if self._feed.is_full():
+                break
+        else:
+            # Only after every ready socket was read: a deadline that passed while its reply lay in a queue is not missed.
+            if now >= self._next_tick_s:
+                self._next_tick_s = now + self._limits.tick_interval_s
+                self._tick(now)
+        self._feed.flush()
+
+    def _poll_timeout_ms(self) -> int | None:
+        if not self._subscriptions:
+            return None
+        return max(0, int((self._next_tick_s - time.monotonic()) * 1_000) + 1)
+
+    def _clear_wakes(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_in.recv(4_096):
+                pass
+
+    def _follow_wanted(self) -> None:
+        if not self._wanted_changed:
+            return
+        with self._wanted_lock:
+            self._wanted_changed = False
+            wanted = list(self._wanted.values())
+        for pod in [pod for pod in self._subscriptions if pod not in wanted]:
+            self._close_pod(pod)
+        now = time.monotonic()
+        for pod in wanted:
+            if pod not in self._subscriptions:
+                subscriptions = tuple(self._subscription(pod, *stream, now) for stream in pod.streams)
+                self._subscriptions[pod] = subscriptions
+                for subscription in subscriptions:
+                    self._open(subscription, now)
+
+    def _subscription(
+        self, pod: FollowedPod, stream: Stream, publisher: Endpoint, replay: Endpoint | None, now: float
+    ) -> _Subscription:
+        tracker = SequenceTracker(
+            self._sequence,
+            self._budget,
+            self.sequence_counters,
+            replay_endpoint=replay is not None,
+            now=now,
+        )
+        return _Subscription(stream, publisher, replay, pod.topic, tracker)
+
+    def _tick(self, now: float) -> None:
+        for subscriptions in self._subscriptions.values():
+            for subscription in subscriptions:
+                if subscription.reopen_at_s is not None and now >= subscription.reopen_at_s:
+                    self._open(subscription, now)
+                self._perform(subscription, subscription.tracker.tick(now), now)
+
+    def _start_over(self) -> None:
+        for pod, subscriptions in list(self._subscriptions.items()):
+            self._close_pod(pod)
+            for subscription in subscriptions:
+                self._feed.put(subscription.stream, Reset(restarted=False, cause="the receiver started over"))
+        self._feed.flush()
+        self._wanted_changed = True
+        if not self._stopping:
+            self._wake_poller.poll(1_000)  # a fault that comes back must not spin
+
+    # -- reading
+
+    def _read(self, subscription: _Subscription, item: zmq.Socket[bytes], now: float) -> None:
+        for _ in range(self._limits.reads_per_round_max):
+            if item.closed:
+                return
+            try:
+                frames = item.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.counters.messages += 1
+            try:
+                if item is subscription.live:
+                    seq, payload = parse_live(frames)
+                    self.counters.message_bytes += len(payload)
+                    self._perform(subscription, subscription.tracker.on_live(seq, payload, now), now)
+                else:
+                    self._read_reply(subscription, frames, now)
+            except InvalidInput as error:
+                self.counters.messages_malformed += 1
+                logger.warning(
+                    "%s rank %d: message dropped: %s",
+                    subscription.stream.pod,
+                    subscription.stream.dp_rank,
+                    error,
+                )
+
+    def _read_reply(self, subscription: _Subscription, frames: list[bytes], now: float) -> None:
+        seq, payload = parse_replay(frames)
+        self.counters.message_bytes += len(payload)
+        if seq == END_OF_REPLAY:
+            self._stop_replay(subscription, now)
+            self._perform(subscription, subscription.tracker.on_replay_end(now), now)
+        else:
+            self._perform(subscription, subscription.tracker.on_replay(seq, payload, now), now)
+
+    def _read_monitor(self, subscription: _Subscription, now: float) -> None:
+        while subscription.monitor is not None:
+            try:
+                frames = subscription.monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_monitor(subscription, parse_monitor_message(frames), now)
+
+    def _on_monitor(self, subscription: _Subscription, event: Any, now: float) -> None:
+        kind = event["event"]
+        tracker = subscription.tracker
+        if kind in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
+            subscription.connections.add(event["value"])
+        elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            subscription.established = True
+            self._perform(subscription, tracker.on_connected(now), now)
+        elif kind == zmq.EVENT_DISCONNECTED:
+            subscription.connections.discard(event["value"])
+            # On the bind side others may still be connected.
+            if subscription.established and not subscription.connections:
+                subscription.established = False
+                cause = f"the connection to {subscription.publisher} ended"
+                self._perform(subscription, tracker.on_disconnected(now, cause), now)
+        elif kind == zmq.EVENT_CONNECT_DELAYED:
+            subscription.resolved = True
+        elif kind == zmq.EVENT_CONNECT_RETRIED:
+            # An attempt whose host name has no address ends without having begun to connect.
+            if not subscription.resolved and not subscription.established:
+                self._report_down(subscription, f"no address for the host of {subscription.publisher}")
+            subscription.resolved = False
+
+    # -- acting
+
+    def _perform(self, subscription: _Subscription, actions: list[Action], now: float) -> None:
+        for action in actions:
+            if isinstance(action, RequestReplay):
+                self._stop_replay(subscription, now)
+                subscription.replay_from = action.start_seq
+                self._waiting.append(subscription)
+                self._start_replays(now)
+            elif isinstance(action, StopReplay):
+                self._stop_replay(subscription, now)
+            else:
+                self._feed.put(subscription.stream, action)
+
+    def _start_replays(self, now: float) -> None:
+        while self._waiting and self._running_replays < self._limits.replays_max:
+            subscription = self._waiting.popleft()
+            assert subscription.replay is not None, "only a source with a replay endpoint asks for a replay"
+            assert subscription.replay_from is not None, "a source that waits has said from where"
+            start_seq, subscription.replay_from = subscription.replay_from, None
+            try:
+                dealer = self._socket(zmq.DEALER, subscription.replay)
+                self._running_replays += 1
+                subscription.dealer = dealer
+                self._register(dealer, subscription)
+                dealer.set(zmq.RCVHWM, self._limits.replay_queue_messages_max)
+                dealer.connect(str(subscription.replay))
+                dealer.send_multipart(replay_request(start_seq), zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                # Its tracker finds no reply within the timeout and does what a silent endpoint deserves.
+                self.counters.open_failures += 1
+                logger.warning("cannot ask %s for a replay: %s", subscription.replay, error)
+            subscription.tracker.on_replay_sent(now)
+
+    def _stop_replay(self, subscription: _Subscription, now: float) -> None:
+        if subscription.replay_from is not None:
+            subscription.replay_from = None
+            self._waiting.remove(subscription)
+        if subscription.dealer is not None:
+            self._unregister(subscription.dealer)
+            subscription.dealer = None
+            self._running_replays -= 1
+            self._start_replays(now)
+
+    def _report_down(self, subscription: _Subscription, cause: str) -> None:
+        if subscription.stream.cause != cause:
+            self._feed.put(subscription.stream, Report(SourceState.DOWN, cause=cause))
+
+    # -- sockets
+
+    def _open(self, subscription: _Subscription, now: float) -> None:
+        subscription.reopen_at_s = None
+        live: zmq.Socket[bytes] | None = None
+        try:
+            live = self._socket(zmq.SUB, subscription.publisher)
+            live.set(zmq.RCVHWM, self._limits.live_queue_messages_max)
+            live.set(zmq.HEARTBEAT_IVL, int(self._limits.heartbeat_interval_s * 1_000))
+            live.set(zmq.HEARTBEAT_TIMEOUT, int(self._limits.heartbeat_timeout_s * 1_000))
+            live.set(zmq.SUBSCRIBE, subscription.topic)
+            monitor = live.get_monitor_socket(_MONITORED)
+            subscription.live, subscription.monitor = live, monitor
+            self._register(live, subscription)
+            self._register(monitor, subscription)
+            if subscription.publisher.binds:
+                live.bind(str(subscription.publisher))
+                self._report_down(subscription, f"bound to {subscription.publisher}; no engine is connected")
+            else:
+                live.connect(str(subscription.publisher))
+                self._report_down(subscription, f"connecting to {subscription.publisher}")
+        except zmq.ZMQError as error:
+            self.counters.open_failures += 1
+            self._close(subscription, now)
+            if live is not None and not live.closed:
+                live.close(0)
+            subscription.reopen_at_s = now + self._limits.reopen_interval_s
+            verb = "bind" if subscription.publisher.binds else "connect to"
+            self._report_down(
+                subscription, f"cannot {verb} {subscription.publisher}: {os.strerror(error.errno or 0)}"
+            )
+
+    def _socket(self, kind: int, endpoint: Endpoint) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        made.set(zmq.LINGER, 0)
+        made.set(zmq.MAXMSGSIZE, self._limits.message_bytes_max)
+        made.set(zmq.RECONNECT_IVL, int(self._limits.reconnect_interval_s * 1_000))
+        made.set(zmq.RECONNECT_IVL_MAX, int(self._limits.reconnect_interval_s_max * 1_000))
+        if endpoint.is_ipv6:
+            made.set(zmq.IPV6, 1)
+        return made
+
+    def _register(self, made: zmq.Socket[bytes], subscription: _Subscription) -> None:
+        self._poller.register(made, zmq.POLLIN)
+        self._by_socket[made] = subscription
+
+    def _unregister(self, made: zmq.Socket[bytes]) -> None:
+        self._poller.unregister(made)
+        del self._by_socket[made]
+        made.close(0)
+
+    def _close(self, subscription: _Subscription, now: float) -> None:
+        self._stop_replay(subscription, now)
+        if subscription.monitor is not None and subscription.live is not None:
+            subscription.live.disable_monitor()
+            self._unregister(subscription.monitor)
+            self._unregister(subscription.live)
+        subscription.live = subscription.monitor = None
+        subscription.connections.clear()
+        subscription.established = False
+
+    def _close_pod(self, pod: FollowedPod) -> None:
+        now = time.monotonic()
+        for subscription in self._subscriptions.pop(pod):
+            subscription.tracker.close()
+            self._close(subscription, now)

@@ -1,0 +1,452 @@
+"""From two lossy streams of one source, live and replay, to one: every batch once, in order, or a report that some are lost.
+
+A state machine without sockets or clock: frames, replies and `now` (seconds, monotonic) go in, actions come out.
+
+What it makes up for          how
+  batches before we connected   the first contact replays from 0
+  a gap in the live numbers     live batches are held, the gap is replayed, what came twice is dropped by number
+  a replay cut short            (engines before vLLM 0.33 drop replies and the end marker) asked again from where it
+                                stopped, as long as each round brings something
+  a restarted engine            its numbers fall back to 0 without a word. Seen by a live number that falls back, or by
+                                a batch that differs from the one seen under its number; every replay therefore starts
+                                at the last batch already delivered, and so does the check after each reconnect
+  every frame delivered twice   the same number with the same digest: dropped, never taken for a restart
+  a lost tail                   when nothing came for a while, the replay socket is asked whether there is more
+  a silent replay socket        the gap is given up and the source degraded; once the socket answers and still knows
+                                batch 0, all is learned again from there
+
+What it cannot: batches that the engine's buffer no longer has. They are reported as lost (DEGRADED), the stream goes on.
+Memory is bounded: `held_batches_max`, the shared byte budget and a ring of digests. An input costs O(1), plus what it
+delivers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from app.ingest.actions import Action, Deliver, Report, RequestReplay, Reset, StopReplay
+from app.ingest.window import DigestRing, HeldBatches, HoldBudget
+from app.pods import SourceState
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SequenceLimits:
+    """Patience and bounds of one tracker."""
+
+    replay_timeout_s: float = 2.0  # a replay is cut short when no reply came for so long
+    replay_attempts: int = 3  # rounds without anything new before a gap is given up
+    retry_delay_s: float = 0.2  # before a round that follows one without anything new
+    restart_interval_s: float = 1.0  # least time between the replays of two restarts
+    settle_s: float = 1.0  # after catching up, the first look for a lost tail
+    probe_interval_s: float = 10.0  # without a live batch, the next look for a lost tail
+    disconnect_deadline_s: float = 30.0
+    held_batches_max: int = 4_096
+    digests: int = 4_096
+
+
+@dataclasses.dataclass(slots=True)
+class SequenceCounters:
+    """Since the start, over every tracker that shares them."""
+
+    duplicates: int = 0  # batches that came again and were dropped
+    probes: int = 0  # questions whether a tail was lost
+    replay_timeouts: int = 0
+
+
+class _Phase(enum.Enum):
+    DOWN = enum.auto()
+    CATCHING_UP = enum.auto()  # live batches are held until the replay meets them
+    UNPROVEN = enum.auto()  # connected, no replay endpoint: the next live batch shows whether any is missing
+    LIVE = enum.auto()
+
+
+class _Purpose(enum.Enum):
+    CATCH_UP = enum.auto()
+    PROBE = enum.auto()  # is there a batch after the last one, and is it still the same engine?
+    HEAL = enum.auto()  # does the replay socket answer by now, and does it know batch 0?
+
+
+@dataclasses.dataclass(slots=True)
+class _Replay:
+    purpose: _Purpose
+    deadline_s: float | None = None  # none before the request is sent
+    replies: int = 0
+    anchored: bool = False  # a reply at or after the place that was asked for has come
+    progressed: bool = False
+
+
+class SequenceTracker:
+    """One incarnation after the other of one source. Every input returns the actions it causes, in order."""
+
+    def __init__(
+        self,
+        limits: SequenceLimits,
+        budget: HoldBudget,
+        counters: SequenceCounters,
+        *,
+        replay_endpoint: bool,
+        now: float,
+    ) -> None:
+        self._limits = limits
+        self._counters = counters
+        self._replay_endpoint = replay_endpoint
+        self._actions: list[Action] = []
+        self._phase = _Phase.DOWN
+        self._down_since_s: float | None = now  # none once the deadline has been acted upon
+        self._last: int | None = None  # newest number delivered, or given up
+        self._last_digest: int | None = None
+        self._newest_live: int | None = None  # newest number seen on the live stream of this incarnation
+        self._digests = DigestRing(limits.digests)
+        self._held = HeldBatches(limits.held_batches_max, budget)
+        self._replay: _Replay | None = None
+        self._retry_at_s: float | None = None
+        self._probe_at_s = now
+        self._restarted_at_s = float("-inf")
+        self._futile_rounds = 0  # rounds of this catch-up that brought nothing new
+        self._absent_rounds = 0  # rounds whose reply did not even have the last batch
+        self._live_seen = False  # during this catch-up
+        self._gap_counted = False  # the gap that this catch-up began with has been reported
+        self._unverified = False  # reconnected, and not yet known to be the same incarnation
+        self._silent = False  # the replay socket left a whole catch-up unanswered
+
+    @property
+    def held_batches(self) -> int:
+        return len(self._held)
+
+    # -- inputs
+
+    def on_connected(self, now: float) -> list[Action]:
+        self._down_since_s = None
+        if self._replay_endpoint:
+            self._unverified = self._last is not None
+            self._catch_up(now, cause="connected")
+        else:
+            self._phase = _Phase.UNPROVEN
+            self._report(
+                SourceState.CATCHING_UP,
+                cause="connected without a replay endpoint: the next batch shows whether any is missing",
+            )
+            for seq, payload in self._held.take_all():
+                self._accept(seq, payload, now)
+        return self._take()
+
+    def on_disconnected(self, now: float, cause: str) -> list[Action]:
+        self._abandon_replay()
+        self._phase = _Phase.DOWN
+        self._down_since_s = now
+        self._report(SourceState.DOWN, cause=cause)
+        return self._take()
+
+    def on_live(self, seq: int, payload: bytes, now: float) -> list[Action]:
+        digest = hash(payload)
+        seen = self._digests.get(seq)
+        if seen == digest:
+            self._counters.duplicates += 1
+        elif seen is not None or (self._newest_live is not None and seq <= self._newest_live):
+            self._restart(
+                now, f"live batch {seq} came after {self._newest_live}", first=(seq, payload, digest)
+            )
+        else:
+            self._newest_live = seq
+            if self._last is not None and seq <= self._last:
+                self._counters.duplicates += (
+                    1  # the live stream lags behind the replay that already brought this one
+                )
+            else:
+                self._digests.put(seq, digest)
+                self._accept(seq, payload, now)
+        return self._take()
+
+    def on_replay_sent(self, now: float) -> None:
+        """The request left: from here on its replies are due."""
+        if self._replay is not None:
+            self._replay.deadline_s = now + self._limits.replay_timeout_s
+
+    def on_replay(self, seq: int, payload: bytes, now: float) -> list[Action]:
+        replay = self._replay
+        if replay is None:
+            return []
+        replay.deadline_s = now + self._limits.replay_timeout_s
+        replay.replies += 1
+        if replay.purpose is _Purpose.HEAL:
+            self._heal(replay, seq, now)
+            if self._replay is None:
+                return self._take()
+        digest = hash(payload)
+        seen = self._last_digest if seq == self._last else self._digests.get(seq)
+        if seen is not None and seen != digest:
+            self._restart(now, f"replayed batch {seq} is not the one seen before")
+            return self._take()
+        if not replay.anchored and (self._last is None or seq >= self._last):
+            replay.anchored = True
+            self._first_reply(seq)
+        if self._last is None or seq > self._last:
+            self._new_reply(replay, seq, payload, digest, now)
+        return self._take()
+
+    def on_replay_end(self, now: float) -> list[Action]:
+        replay, self._replay = self._replay, None
+        if replay is None:
+            return []
+        if replay.purpose is _Purpose.HEAL:
+            self._silent = False
+            self._probe_at_s = now
+        elif not replay.anchored and self._last is not None:
+            self._last_is_absent(now)
+        elif self._phase is _Phase.LIVE:
+            self._absent_rounds = 0
+            self._probe_at_s = now + self._limits.probe_interval_s
+        else:
+            self._unverified = False
+            self._end_round(replay, now, ended=True)
+        return self._take()
+
+    def tick(self, now: float) -> list[Action]:
+        """Whatever is due by now; a few times a second is enough."""
+        if self._phase is _Phase.DOWN:
+            self._check_disconnect_deadline(now)
+        elif self._retry_at_s is not None and now >= self._retry_at_s:
+            self._request(_Purpose.CATCH_UP if self._phase is _Phase.CATCHING_UP else _Purpose.PROBE)
+        elif self._replay is not None:
+            deadline_s = self._replay.deadline_s
+            if deadline_s is not None and now >= deadline_s:
+                self._replay_timed_out(self._replay, now)
+        elif self._phase is _Phase.LIVE and self._replay_endpoint and now >= self._probe_at_s:
+            self._request(_Purpose.HEAL if self._silent else _Purpose.PROBE)
+        return self._take()
+
+    def close(self) -> None:
+        """The source is not followed any more: what it held back is returned to the shared budget."""
+        self._held.clear()
+
+    # -- the live stream
+
+    def _accept(self, seq: int, payload: bytes, now: float) -> None:
+        """A live batch that is new to us."""
+        if self._phase in (_Phase.DOWN, _Phase.CATCHING_UP):
+            self._live_seen = self._phase is _Phase.CATCHING_UP
+            self._held.put(seq, payload)
+            return
+        if seq != self._expected():
+            if self._replay_endpoint and not self._silent:
+                self._held.put(seq, payload)
+                self._catch_up(now, cause=f"batches {self._expected()}..{seq - 1} are missing", gaps=1)
+                self._live_seen = True
+                return
+            why = "the replay endpoint is silent" if self._replay_endpoint else "there is no replay endpoint"
+            self._lose_up_to(seq, why)
+            self._report(SourceState.LIVE)
+        elif self._phase is _Phase.UNPROVEN:
+            self._report(SourceState.LIVE)
+        self._phase = _Phase.LIVE
+        if not self._silent:
+            self._probe_at_s = now + self._limits.probe_interval_s
+        self._deliver(seq, payload)
+
+    def _restart(self, now: float, cause: str, first: tuple[int, bytes, int] | None = None) -> None:
+        """Another incarnation speaks, `first` being its first live batch that came here."""
+        self._reset(restarted=True, cause=cause)
+        self._abandon_replay()
+        wait_until_s = self._restarted_at_s + self._limits.restart_interval_s
+        self._restarted_at_s = now
+        if not self._replay_endpoint and self._phase is not _Phase.DOWN:
+            self._phase = _Phase.UNPROVEN
+        elif self._phase is not _Phase.DOWN:
+            self._catch_up(now, cause="the engine restarted", not_before_s=wait_until_s)
+        if first is not None:
+            seq, payload, digest = first
+            self._newest_live = seq
+            self._digests.put(seq, digest)
+            self._accept(seq, payload, now)
+
+    # -- the replay
+
+    def _catch_up(
+        self, now: float, *, cause: str, gaps: int = 0, not_before_s: float = float("-inf")
+    ) -> None:
+        self._abandon_replay()
+        self._phase = _Phase.CATCHING_UP
+        self._futile_rounds = self._absent_rounds = 0
+        self._live_seen = False
+        self._gap_counted = gaps > 0
+        if gaps or now < not_before_s:
+            self._report(SourceState.CATCHING_UP, gaps=gaps, cause=cause)
+        if now < not_before_s:
+            self._retry_at_s = not_before_s
+        else:
+            self._request(_Purpose.CATCH_UP, cause=cause)
+
+    def _request(self, purpose: _Purpose, cause: str = "") -> None:
+        self._retry_at_s = None
+        self._replay = _Replay(purpose)
+        start_seq = 0 if self._last is None or purpose is _Purpose.HEAL else self._last
+        if purpose is _Purpose.CATCH_UP:
+            self._report(
+                SourceState.CATCHING_UP, replays=1, cause=f"{cause or 'resumed'}: replay from {start_seq}"
+            )
+        else:
+            self._counters.probes += 1
+        self._actions.append(RequestReplay(start_seq))
+
+    def _first_reply(self, seq: int) -> None:
+        """The request began at the last batch delivered: a later reply means that the buffer rolled over."""
+        last = self._last
+        if last is not None and seq != last and self._unverified:
+            self._reset(restarted=True, cause=f"reconnected, and batch {last} is no longer there to compare with")
+        elif last is not None and seq == last + 1:
+            # In number nothing is missing, but these may be the numbers of another incarnation.
+            cause = f"batch {last} is no longer there to compare with"
+            self._report(SourceState.DEGRADED, cause=cause)
+        self._unverified = False
+        if seq > self._expected():
+            self._lose_up_to(seq, "the replay no longer has them")
+
+    def _new_reply(self, replay: _Replay, seq: int, payload: bytes, digest: int, now: float) -> None:
+        self._digests.put(seq, digest)
+        if seq == self._expected():
+            replay.progressed = True
+            self._held.pop(seq)
+            self._deliver(seq, payload)
+        elif not self._held.has(seq):
+            self._held.put(seq, payload)  # replies in between were dropped; the next round brings them
+        if self._phase is _Phase.LIVE:
+            self._phase = _Phase.CATCHING_UP
+            self._futile_rounds = 0
+            self._live_seen = False
+            replay.purpose = _Purpose.CATCH_UP
+            self._report(SourceState.CATCHING_UP, gaps=1, replays=1, cause=f"batch {seq} never came live")
+        elif self._release() and self._live_seen and not self._is_behind():
+            self._go_live(now)
+
+    def _last_is_absent(self, now: float) -> None:
+        """The engine answered, and does not know the last batch: said twice, it is another incarnation."""
+        self._absent_rounds += 1
+        if self._absent_rounds < 2:
+            self._retry_at_s = now + self._limits.retry_delay_s
+        else:
+            self._restart(now, f"the engine does not know batch {self._last}")
+
+    def _replay_timed_out(self, replay: _Replay, now: float) -> None:
+        self._counters.replay_timeouts += 1
+        self._abandon_replay()
+        if replay.purpose is _Purpose.CATCH_UP:
+            self._end_round(replay, now, ended=False)
+        else:
+            self._probe_at_s = now + self._limits.probe_interval_s
+
+    def _end_round(self, replay: _Replay, now: float, *, ended: bool) -> None:
+        """A round is over, by its end marker or by silence: done, again, or given up."""
+        self._release()
+        if ended and not self._is_behind():
+            self._go_live(now)
+            return
+        if replay.progressed:
+            self._futile_rounds = 0
+            self._request(_Purpose.CATCH_UP)
+            return
+        self._futile_rounds += 1
+        if self._futile_rounds < self._limits.replay_attempts:
+            self._retry_at_s = now + self._limits.retry_delay_s
+            return
+        self._silent = not ended and replay.replies == 0
+        self._give_up(now)
+
+    def _give_up(self, now: float) -> None:
+        why = "the replay endpoint is silent" if self._silent else "the replay does not have them"
+        if self._silent and not self._is_behind():
+            self._report(
+                SourceState.DEGRADED, cause=f"nothing is known of batches from {self._expected()} on: {why}"
+            )
+        while self._is_behind():
+            if self._held:
+                self._lose_up_to(self._held.lowest(), why)
+                self._release()
+            else:
+                assert self._newest_live is not None, "behind without a held batch is behind a dropped one"
+                self._lose_up_to(self._newest_live + 1, why)
+            if self._is_behind() and not self._silent:
+                self._futile_rounds = 0
+                self._request(_Purpose.CATCH_UP)
+                return
+        self._go_live(now)
+
+    def _heal(self, replay: _Replay, seq: int, now: float) -> None:
+        """The silent socket answers. Learning all again is worth it only if nothing is missing then."""
+        self._silent = False
+        if seq != 0:
+            self._abandon_replay()
+            self._probe_at_s = now + self._limits.probe_interval_s
+            return
+        self._reset(restarted=False, cause="the replay endpoint answers again: all is learned anew")
+        self._phase = _Phase.CATCHING_UP
+        self._futile_rounds = self._absent_rounds = 0
+        self._live_seen = False
+        replay.purpose = _Purpose.CATCH_UP
+        self._report(SourceState.CATCHING_UP, replays=1, cause="replay from 0")
+
+    # -- parts
+
+    def _expected(self) -> int:
+        return 0 if self._last is None else self._last + 1
+
+    def _is_behind(self) -> bool:
+        newest_live = self._newest_live
+        return bool(self._held) or (newest_live is not None and newest_live >= self._expected())
+
+    def _deliver(self, seq: int, payload: bytes) -> None:
+        self._last = seq
+        self._last_digest = hash(payload)
+        self._actions.append(Deliver(seq, payload))
+
+    def _release(self) -> int:
+        """Deliver what is held as far as it is contiguous; returns how many."""
+        released = 0
+        while (payload := self._held.pop(self._expected())) is not None:
+            self._deliver(self._expected(), payload)
+            released += 1
+        return released
+
+    def _lose_up_to(self, seq: int, why: str) -> None:
+        """Give up every number below `seq` that has not been delivered."""
+        cause = f"batches {self._expected()}..{seq - 1} are lost: {why}"
+        self._report(SourceState.DEGRADED, gaps=0 if self._gap_counted else 1, cause=cause)
+        self._gap_counted = False
+        self._last = seq - 1
+        self._last_digest = self._digests.get(seq - 1)
+        self._held.drop_below(seq)
+
+    def _go_live(self, now: float) -> None:
+        self._abandon_replay()
+        self._phase = _Phase.LIVE
+        self._gap_counted = False
+        interval_s = self._limits.probe_interval_s if self._silent else self._limits.settle_s
+        self._probe_at_s = now + interval_s
+        self._report(SourceState.LIVE)
+
+    def _reset(self, *, restarted: bool, cause: str) -> None:
+        self._actions.append(Reset(restarted, cause))
+        self._last = self._last_digest = self._newest_live = None
+        self._digests.clear()
+        self._held.clear()
+        self._unverified = self._silent = False
+        self._retry_at_s = None
+
+    def _check_disconnect_deadline(self, now: float) -> None:
+        deadline_s = self._limits.disconnect_deadline_s
+        if self._down_since_s is not None and now - self._down_since_s >= deadline_s:
+            self._down_since_s = None
+            self._reset(restarted=False, cause=f"disconnected for {deadline_s:g} s")
+
+    def _abandon_replay(self) -> None:
+        self._retry_at_s = None
+        if self._replay is not None:
+            self._replay = None
+            self._actions.append(StopReplay())
+
+    def _report(self, state: SourceState, *, gaps: int = 0, replays: int = 0, cause: str = "") -> None:
+        self._actions.append(Report(state, gaps, replays, cause))
+
+    def _take(self) -> list[Action]:
+        actions, self._actions = self._actions, []
+        return actions

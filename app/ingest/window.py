@@ -1,0 +1,103 @@
+"""What a sequence tracker remembers: digests of the batches it saw, and live batches that must wait for a replay.
+
+Digests tell a frame that came twice from another batch with the same number, which is what a restarted engine sends.
+They are Python's own 64-bit SipHash of the payload: keyed per process, faster than any digest in hashlib for payloads of
+this size, and never stored or sent. A ring of plain arrays costs 16 bytes a remembered batch.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+_NO_SEQ = 2**64 - 1  # ends a replay, so no batch has it
+
+
+class DigestRing:
+    """Digest by sequence number for about the last `size` numbers; a newer number takes an older one's place."""
+
+    def __init__(self, size: int) -> None:
+        assert size > 0, "a ring has at least one place"
+        self._size = size
+        self.clear()
+
+    def clear(self) -> None:
+        self._seqs = array("Q", [_NO_SEQ]) * self._size
+        self._digests = array("q", [0]) * self._size
+
+    def get(self, seq: int) -> int | None:
+        place = seq % self._size
+        return self._digests[place] if self._seqs[place] == seq else None
+
+    def put(self, seq: int, digest: int) -> None:
+        place = seq % self._size
+        there = self._seqs[place]
+        if there == _NO_SEQ or there <= seq:
+            self._seqs[place] = seq
+            self._digests[place] = digest
+
+
+class HoldBudget:
+    """Bytes that all sources together may hold back; `overflows` counts batches that found no room."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.used_bytes = 0
+        self.overflows = 0
+
+    def take(self, size_bytes: int) -> bool:
+        if self.used_bytes + size_bytes > self.bytes_max:
+            return False
+        self.used_bytes += size_bytes
+        return True
+
+    def give_back(self, size_bytes: int) -> None:
+        self.used_bytes -= size_bytes
+        assert self.used_bytes >= 0, "more bytes were given back than taken"
+
+
+class HeldBatches:
+    """Payloads of one source by sequence number, bounded in number here and in bytes by the shared budget.
+
+    A batch that finds no room is dropped: to its tracker it is one more gap, and the replay brings it.
+    """
+
+    def __init__(self, batches_max: int, budget: HoldBudget) -> None:
+        self._batches_max = batches_max
+        self._budget = budget
+        self._payloads: dict[int, bytes] = {}
+
+    def __len__(self) -> int:
+        return len(self._payloads)
+
+    def has(self, seq: int) -> bool:
+        return seq in self._payloads
+
+    def put(self, seq: int, payload: bytes) -> None:
+        assert seq not in self._payloads, "a batch is held once"
+        if len(self._payloads) < self._batches_max and self._budget.take(len(payload)):
+            self._payloads[seq] = payload
+        else:
+            self._budget.overflows += 1
+
+    def pop(self, seq: int) -> bytes | None:
+        payload = self._payloads.pop(seq, None)
+        if payload is not None:
+            self._budget.give_back(len(payload))
+        return payload
+
+    def lowest(self) -> int:
+        return min(self._payloads)
+
+    def drop_below(self, seq: int) -> None:
+        for held in [held for held in self._payloads if held < seq]:
+            self.pop(held)
+
+    def take_all(self) -> list[tuple[int, bytes]]:
+        held = sorted(self._payloads.items())
+        self.clear()
+        return held
+
+    def clear(self) -> None:
+        for payload in self._payloads.values():
+            self._budget.give_back(len(payload))
+        self._payloads.clear()

@@ -1,0 +1,153 @@
+"""Follows the event streams of every registered pod over ZMQ and feeds them to the service.
+
+Three parts: a receiver thread that owns the sockets, one sequence tracker a source that makes a gapless stream of what
+the sockets bring, and a feed that hands batches to the service on the event loop's thread. This is their front: told
+by the service which pods there are, asked by the API and the metrics how it goes.
+
+A pod whose endpoints make no sense is not followed; its ranks are `down` and say why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping
+
+from app.endpoints import rank_endpoints
+from app.errors import InvalidInput
+from app.ingest.feed import Decode, Feed, QueueLimits, Stream, Writer
+from app.ingest.receiver import FollowedPod, Receiver, SocketLimits
+from app.ingest.sequence import SequenceLimits
+from app.pods import PodSpec, SourceState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ZmqSettings:
+    """Every bound and interval of the ingest, by the part that keeps it."""
+
+    sequence: SequenceLimits = dataclasses.field(default_factory=SequenceLimits)
+    queue: QueueLimits = dataclasses.field(default_factory=QueueLimits)
+    sockets: SocketLimits = dataclasses.field(default_factory=SocketLimits)
+
+
+class ZmqIngest:
+    """A PodListener. All calls are made from the event loop's thread; `stop` blocks for milliseconds."""
+
+    def __init__(self, writer: Writer, decode: Decode, settings: ZmqSettings | None = None) -> None:
+        self._writer = writer
+        self._decode = decode
+        self._settings = settings or ZmqSettings()
+        self._specs: dict[str, PodSpec] = {}
+        self._pods: dict[str, FollowedPod] = {}
+        self._feed: Feed | None = None
+        self._receiver: Receiver | None = None
+
+    def start(self) -> None:
+        """On the running event loop; pods that were added before are followed from now on."""
+        assert self._receiver is None, "started once"
+        loop = asyncio.get_running_loop()
+        self._feed = Feed(self._writer, self._decode, self._settings.queue, loop, self._resume_reading)
+        self._receiver = Receiver(self._feed, self._settings.sequence, self._settings.sockets)
+        for pod in self._pods.values():
+            self._receiver.follow(pod)
+        self._receiver.start()
+
+    def stop(self) -> None:
+        """Ends the thread and all sockets. What is still queued is not applied; a later start replays it."""
+        if self._receiver is None or self._feed is None:
+            return
+        self._receiver.stop()
+        self._feed.close()
+        self._receiver = None
+
+    # -- PodListener
+
+    def pod_added(self, spec: PodSpec) -> None:
+        """Follow it. A pod already followed with the same spec is left alone; with another, it is followed anew."""
+        if self._specs.get(spec.name) == spec:
+            return
+        self.pod_removed(spec.name)
+        if spec.zmq_endpoint is None:
+            return
+        try:
+            ranks = rank_endpoints(spec.zmq_endpoint, spec.replay_endpoint, spec.dp_size)
+        except InvalidInput as error:
+            logger.error("%s is not followed: %s", spec.name, error)
+            for rank in range(max(spec.dp_size, 0)):
+                self._writer.set_source_state(spec.name, rank, SourceState.DOWN, cause=str(error))
+            return
+        streams = tuple(
+            (
+                Stream(spec.name, rank, str(publisher), None if replay is None else str(replay)),
+                publisher,
+                replay,
+            )
+            for rank, (publisher, replay) in enumerate(ranks)
+        )
+        self._specs[spec.name] = spec
+        pod = self._pods[spec.name] = FollowedPod(spec.name, spec.topic.encode(), streams)
+        for stream, _, _ in streams:
+            self._writer.set_source_state(stream.pod, stream.dp_rank, stream.state, cause=stream.cause)
+        if self._receiver is not None:
+            self._receiver.follow(pod)
+
+    def pod_removed(self, name: str) -> None:
+        """Stop following it: from here on nothing of it reaches the service. A pod that is not followed is fine."""
+        self._specs.pop(name, None)
+        pod = self._pods.pop(name, None)
+        if pod is None:
+            return
+        for stream, _, _ in pod.streams:
+            stream.followed = False
+        if self._receiver is not None:
+            self._receiver.unfollow(name)
+
+    # -- how it goes
+
+    @property
+    def is_alive(self) -> bool:
+        return self._receiver is not None and self._receiver.is_alive
+
+    @property
+    def queued_batches(self) -> int:
+        return 0 if self._feed is None else self._feed.queued_batches
+
+    @property
+    def queued_bytes(self) -> int:
+        return 0 if self._feed is None else self._feed.queued_bytes
+
+    def streams(self) -> Iterator[Stream]:
+        for pod in self._pods.values():
+            for stream, _, _ in pod.streams:
+                yield stream
+
+    def counters(self) -> Mapping[str, int]:
+        """Totals since `start`, by name."""
+        if self._feed is None or self._receiver is None:
+            return {}
+        return {
+            **dataclasses.asdict(self._receiver.counters),
+            **dataclasses.asdict(self._receiver.sequence_counters),
+            **dataclasses.asdict(self._feed.counters),
+            "held_overflows": self._receiver.held_overflows,
+            "queue_full_pauses": self._feed.pauses,
+        }
+
+    def gauges(self) -> Mapping[str, int]:
+        """How full each bounded place is now, by name."""
+        if self._feed is None or self._receiver is None:
+            return {}
+        return {
+            "queued_batches": self._feed.queued_batches,
+            "queued_bytes": self._feed.queued_bytes,
+            "held_bytes": self._receiver.held_bytes,
+            "replays_running": self._receiver.replays_running,
+            "replays_waiting": self._receiver.replays_waiting,
+        }
+
+    def _resume_reading(self) -> None:
+        if self._receiver is not None:
+            self._receiver.wake()

@@ -1,0 +1,114 @@
+"""The only place where things are wired together: settings in, an ASGI application out.
+
+The event loop's thread is the one writer. The ZMQ ingest receives on a thread of its own and hands whole
+batches to the loop; a timer gives the service its slices of expiry. Start: pods are registered before the
+first request is served, so a router never sees an indexer that does not know its own configuration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+
+from fastapi import FastAPI
+
+from app import __version__
+from app.api import document, events, match, operations, pods, prefixes, problems
+from app.api.observation import RequestObservation
+from app.api.wiring import Wiring, attach
+from app.config import Settings
+from app.events import EventBatch
+from app.index.prefix_index import PrefixIndex
+from app.ingest.feed import QueueLimits
+from app.ingest.receiver import SocketLimits
+from app.ingest.sequence import SequenceLimits
+from app.ingest.vllm import decode_batch
+from app.ingest.zmq import ZmqIngest, ZmqSettings
+from app.metrics import Figures, Metrics
+from app.pod_specs import configured_pods
+from app.readiness import Readiness
+from app.service import IndexerService, index_limits
+
+logger = logging.getLogger(__name__)
+
+DESCRIPTION = "Which pod already holds the KV cache of the longest leading part of a prompt?"
+
+
+def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> FastAPI:
+    """Raises InvalidSettings for pods that cannot be, LimitExceeded for more of them than `pods_max`."""
+    specs = configured_pods(settings.pods, settings.pods_file)
+    service = IndexerService(settings, PrefixIndex(index_limits(settings)), clock=clock)
+    ingest = ZmqIngest(service, lambda payload: _decode(payload, metrics), _zmq_settings(settings))
+    metrics = Metrics(
+        Figures(
+            stats=service.stats,
+            pods=lambda: service.pods.values(),
+            gauges=ingest.gauges,
+            counters=ingest.counters,
+        )
+    )
+    service.listeners.append(ingest)
+    for spec in specs:
+        service.register(spec)
+    readiness = Readiness(service, specs, clock=clock, grace_s=settings.ready_grace_s)
+    app = FastAPI(
+        title="kvindexer",
+        version=__version__,
+        description=DESCRIPTION,
+        lifespan=lambda _app: _lifespan(settings, service, ingest, metrics, readiness),
+    )
+    attach(app, Wiring(settings, service, metrics, clock, readiness.missing))
+    for resource in (events, match, prefixes, pods, operations):
+        app.include_router(resource.router)
+    app.add_middleware(RequestObservation, metrics=metrics)
+    problems.install(app)
+    document.install(app)
+    return app
+
+
+def _decode(payload: bytes, metrics: Metrics) -> EventBatch:
+    batch = decode_batch(payload)
+    if batch.ts is not None:
+        metrics.observe_lag(time.time() - batch.ts)
+    return batch
+
+
+def _zmq_settings(settings: Settings) -> ZmqSettings:
+    return ZmqSettings(
+        sequence=SequenceLimits(disconnect_deadline_s=settings.zmq_disconnect_deadline_s),
+        queue=QueueLimits(
+            queue_batches_max=settings.zmq_queue_batches_max, queue_bytes_max=settings.zmq_queue_bytes_max
+        ),
+        sockets=SocketLimits(
+            message_bytes_max=settings.zmq_message_bytes_max, held_bytes_max=settings.zmq_held_bytes_max
+        ),
+    )
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(
+    settings: Settings, service: IndexerService, ingest: ZmqIngest, metrics: Metrics, readiness: Readiness
+) -> AsyncIterator[None]:
+    ingest.start()
+    readiness.begin()
+    timer = asyncio.create_task(_tick(service, metrics, settings.sweep_interval_s), name="tick")
+    try:
+        yield
+    finally:
+        timer.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await timer
+        ingest.stop()
+
+
+async def _tick(service: IndexerService, metrics: Metrics, interval_s: float) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            service.tick()
+        except Exception:  # the outermost loop of this task: it must outlive one bad slice, and say so
+            logger.exception("a timer slice failed")
+            metrics.observe_failed_tick()

@@ -1,0 +1,209 @@
+"""Every Prometheus name of the service; docs/operations.md says what each is for.
+
+Two kinds, by what they cost. Distributions (requests, match depths, event lag) are observed as they happen:
+one observation a request or a batch, never one a block. All that the index, the sources and the service
+count already is read when somebody scrapes, by a collector over their own figures.
+
+One registry for each application, none global: two applications in one process do not see each other's
+figures. Labels are bounded: routes are templates, methods a fixed set, reasons a small fixed set, pods at
+most `pods_max`; a pod's series end when the pod goes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from app.pods import Pod
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"})
+_REQUEST_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+_LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
+_DEPTH_BLOCKS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+# A name here is without the prefix kvindexer_, and that of a counter without the suffix _total.
+_INDEX_GAUGES = {
+    "contexts": ("index_contexts", "Contexts: model, LoRA adapter and block size"),
+    "prefixes": ("index_prefixes", "Index entries: one for each prefix of each context"),
+    "holder_sets": ("index_holder_sets", "Distinct sets of holders"),
+    "engine_keys": ("index_engine_keys", "Engine hashes that name a prefix"),
+    "copies": ("index_copies", "Engine hashes with more than one copy"),
+    "orphan_blocks": ("index_orphan_blocks", "Blocks that wait for a parent not seen yet"),
+    "speculative_blocks": ("index_speculative_blocks", "Blocks that routers have announced"),
+    "bytes": ("index_bytes", "Memory of the index's tables in bytes"),
+}
+_INDEX_COUNTERS = {
+    "speculative_refused": ("index_speculative_refused", "Announced blocks refused: speculative_blocks_max"),
+}
+# The figure of the index -> the setting that made entries go.
+_EVICTION_CAUSES = {
+    "expired": "ttl_s",
+    "evicted": "prefixes_per_context_max",
+    "contexts_evicted": "contexts_max",
+}
+_ORPHAN_CAUSES = {"orphans_dropped": "orphan_blocks_max", "orphans_expired": "ttl_s"}
+_QUERY_COUNTERS = {
+    "matches": ("match_queries", "Match queries answered"),
+    "matches_hit": ("match_hits", "Match queries for which some pod holds a block"),
+    "tokens_asked": ("match_asked_tokens", "Tokens of the prompts that were asked about"),
+    "tokens_matched": ("match_matched_tokens", "Those of them that the best pod holds"),
+}
+_SOURCE_COUNTERS = {
+    "gaps": ("source_gaps", "Gaps in the sequence numbers"),
+    "replays": ("source_replays", "Replays begun"),
+    "restarts": ("source_restarts", "Engine restarts seen"),
+    "orphans": ("source_orphans", "Blocks that came before their parent"),
+    "duplicates": ("source_duplicates", "Batches seen before and left out"),
+    "rejected": ("source_rejected", "Events skipped"),
+    "unknown_blocks": ("source_unknown_blocks", "Blocks named that the source does not hold"),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Figures:
+    """Where a scrape reads what others count: called on the service's thread.
+
+    `stats` is IndexerService.stats; `gauges` and `counters` are those of the ZMQ ingest, by name.
+    """
+
+    stats: Callable[[], Mapping[str, Any]]
+    pods: Callable[[], Iterable[Pod]]
+    gauges: Callable[[], Mapping[str, int]]
+    counters: Callable[[], Mapping[str, int]]
+
+
+class Metrics:
+    """The metrics of one application. All calls are made from the service's thread."""
+
+    def __init__(self, figures: Figures) -> None:
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._requests = Histogram(
+            "kvindexer_http_request_seconds",
+            "Requests and their latency, by method, route template and status",
+            ["method", "route", "status"],
+            buckets=_REQUEST_SECONDS,
+            registry=self._registry,
+        )
+        self._depth = Histogram(
+            "kvindexer_match_depth_blocks",
+            "Deepest confirmed match of each query in blocks; bucket 0 counts the misses",
+            buckets=_DEPTH_BLOCKS,
+            registry=self._registry,
+        )
+        self._lag = Histogram(
+            "kvindexer_event_lag_seconds",
+            "Time from an engine's stamp on a batch to its application",
+            buckets=_LAG_SECONDS,
+            registry=self._registry,
+        )
+        self._ticks_failed = Counter(
+            "kvindexer_ticks_failed", "Timer slices that ended in a fault of ours", registry=self._registry
+        )
+        self._request_series: dict[tuple[str, str, int], Histogram] = {}
+        self._registry.register(_FiguresCollector(figures))
+
+    def observe_request(self, method: str, route: str, status: int, seconds: float) -> None:
+        key = (method if method in _METHODS else "other", route, status)
+        series = self._request_series.get(key)
+        if series is None:
+            series = self._request_series[key] = self._requests.labels(*key)
+        series.observe(seconds)
+
+    def observe_match(self, depth_blocks: int) -> None:
+        self._depth.observe(depth_blocks)
+
+    def observe_lag(self, lag_s: float) -> None:
+        """Clocks of two machines differ, so a lag can come out negative: it counts as none."""
+        self._lag.observe(max(0.0, lag_s))
+
+    def observe_failed_tick(self) -> None:
+        self._ticks_failed.inc()
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _FiguresCollector(Collector):
+    def __init__(self, figures: Figures) -> None:
+        self._figures = figures
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._figures.stats()
+        pods = list(self._figures.pods())
+        index, queries = stats["index"], stats["queries"]
+        for key, (name, documentation) in _INDEX_GAUGES.items():
+            yield _gauge(name, documentation, value=index[key])
+        for key, (name, documentation) in _INDEX_COUNTERS.items():
+            yield _counter(name, documentation, value=index[key])
+        for key, (name, documentation) in _QUERY_COUNTERS.items():
+            yield _counter(name, documentation, value=queries[key])
+        yield _by_label(
+            _counter("index_evictions", "Entries (for contexts_max: contexts) that went", "cause"),
+            {cause: index[key] for key, cause in _EVICTION_CAUSES.items()},
+        )
+        yield _by_label(
+            _counter("index_orphans_dropped", "Waiting blocks that were given up", "cause"),
+            {cause: index[key] for key, cause in _ORPHAN_CAUSES.items()},
+        )
+        yield _by_label(_counter("events_rejected", "Events skipped", "reason"), stats["rejected"])
+        yield _by_label(_gauge("zmq_queue", "How full each bounded place is", "what"), self._figures.gauges())
+        yield _by_label(_counter("zmq", "What the ZMQ ingest has done", "what"), self._figures.counters())
+        yield _gauge("pods", "Registered pods", value=len(pods))
+        yield _gauge("uptime_seconds", "Time since the start", value=stats["uptime_s"])
+        yield from _pod_families(pods)
+        yield from _source_families(pods)
+
+
+def _pod_families(pods: Iterable[Pod]) -> Iterator[Metric]:
+    events = _counter("events", "Events applied", "pod", "type")
+    blocks = _counter("event_blocks", "Blocks that events stored and removed", "pod", "type")
+    for pod in pods:
+        name, sources = pod.spec.name, pod.sources.values()
+        tally = sum((source.events for source in sources), Tally[str]())
+        tally["ignored"] = sum(source.ignored for source in sources)
+        for kind, count in tally.items():
+            events.add_metric([name, kind], count)
+        blocks.add_metric([name, "stored"], sum(source.stored_blocks for source in sources))
+        blocks.add_metric([name, "removed"], sum(source.removed_blocks for source in sources))
+    yield events
+    yield blocks
+
+
+def _source_families(pods: Iterable[Pod]) -> Iterator[Metric]:
+    states = _gauge("source_state", "1 for the present state of each source", "pod", "dp_rank", "state")
+    counters = {
+        key: _counter(name, documentation, "pod", "dp_rank")
+        for key, (name, documentation) in _SOURCE_COUNTERS.items()
+    }
+    for pod in pods:
+        for dp_rank, source in pod.sources.items():
+            labels = [pod.spec.name, str(dp_rank)]
+            states.add_metric([*labels, source.state.value], 1)
+            for key, family in counters.items():
+                family.add_metric(labels, getattr(source, key))
+    yield states
+    yield from counters.values()
+
+
+def _gauge(name: str, documentation: str, *labels: str, value: float | None = None) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"kvindexer_{name}", documentation, value, labels or None)
+
+
+def _counter(name: str, documentation: str, *labels: str, value: float | None = None) -> CounterMetricFamily:
+    return CounterMetricFamily(f"kvindexer_{name}", documentation, value, labels or None)
+
+
+def _by_label(family: Metric, values: Mapping[str, float]) -> Metric:
+    for label, value in values.items():
+        family.add_metric([label], value)  # type: ignore[attr-defined]
+    return family

@@ -1,0 +1,60 @@
+"""Whether a router should ask this process yet: what was configured has to be connected and caught up
+first.
+
+A pod that is down must not keep the indexer unready for ever, so after a time of grace it is ready with
+what it has; each match row says how far its source can be trusted anyway. Once ready, always ready: a pod
+that fails later is that pod's state, and no reason to take a whole replica out of service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from app.pods import PodSpec, SourceState
+from app.service import IndexerService
+
+_WAITED_FOR = {
+    SourceState.DOWN: "is not connected yet",
+    SourceState.CATCHING_UP: "is replaying what was missed",
+}
+
+
+class Readiness:
+    def __init__(
+        self, service: IndexerService, pods: Iterable[PodSpec], *, clock: Callable[[], float], grace_s: float
+    ) -> None:
+        self._service = service
+        self._waiting = {
+            (spec.name, rank)
+            for spec in pods
+            if spec.zmq_endpoint is not None
+            for rank in range(spec.dp_size)
+        }
+        self._clock = clock
+        self._grace_s = grace_s
+        self._began_s: float | None = None
+
+    def begin(self) -> None:
+        """The process has started: the time of grace runs."""
+        self._began_s = self._clock()
+
+    def missing(self) -> list[tuple[str, str]]:
+        """(place, sentence) of everything that is waited for; empty when ready."""
+        if self._began_s is None:
+            return [("", "the process is starting")]
+        if self._clock() - self._began_s >= self._grace_s:
+            self._waiting.clear()
+        found = []
+        for pod, dp_rank in sorted(self._waiting):
+            sentence = self._sentence(pod, dp_rank)
+            if sentence is None:
+                self._waiting.discard((pod, dp_rank))
+            else:
+                found.append((f"pods.{pod}.{dp_rank}", sentence))
+        return found
+
+    def _sentence(self, name: str, dp_rank: int) -> str | None:
+        pod = self._service.pods.get(name)
+        source = None if pod is None else pod.sources.get(dp_rank)
+        said = None if source is None else _WAITED_FOR.get(source.stream)
+        return None if said is None else f"pod {name!r} rank {dp_rank} {said}"

@@ -1,0 +1,224 @@
+"""The pods that are registered, their sources, and every change of a source's trust state.
+
+A source has two facts: what is known of its stream (live, catching up, down) and whether its picture is
+incomplete (batches or blocks were lost for good). The state that the world sees follows from both: down and
+catching up first, then degraded, then live. So a stream that reconnects cannot hide a loss, and a loss cannot
+hide a dead stream.
+
+An incomplete picture becomes complete when the source is reset (restart, deadline), or when the engine clears
+its cache and the source never spoke of another tier than the GPU's: a clear says nothing about offloaded
+blocks.
+
+Every change of state is one log line with its cause and its remedy; nothing else is logged here.
+Bounds: `pods_max` pods and `dp_ranks_max` ranks each; past them LimitExceeded, nothing changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from app.config import Settings
+from app.errors import InvalidInput, LimitExceeded, UnknownPod
+from app.events import Tier
+from app.index.interface import Index
+from app.pods import Pod, PodSpec, Source, SourceState
+
+logger = logging.getLogger(__name__)
+
+REMEDIES = {
+    SourceState.LIVE: "none needed",
+    SourceState.CATCHING_UP: "none needed: a replay is under way",
+    SourceState.DEGRADED: "matches may be short or stale until the engine resets its cache or restarts; "
+    "a replay endpoint lets gaps be filled",
+    SourceState.DOWN: "check that the engine runs and can be reached; past its deadline it holds nothing",
+}
+
+
+class PodListener(Protocol):
+    """Told when pods come and go (the ZMQ ingest follows them)."""
+
+    def pod_added(self, spec: PodSpec) -> None: ...
+    def pod_removed(self, name: str) -> None: ...
+
+
+class Registry:
+    def __init__(self, settings: Settings, index: Index, clock: Callable[[], float]) -> None:
+        self.pods: dict[str, Pod] = {}
+        self.listeners: list[PodListener] = []
+        self._settings = settings
+        self._index = index
+        self._clock = clock
+        self._by_index_id: dict[int, Source] = {}
+        self._spoke: dict[int, Source] = {}  # by index id, those that speak by HTTP: longest silent first
+
+    # -- pods
+
+    def register(self, spec: PodSpec) -> Pod:
+        """Idempotent. What the pod holds is kept when nothing differs that it depends on."""
+        self._check(spec)
+        old = self.pods.get(spec.name)
+        if old is not None and old.spec == spec:
+            return old
+        if old is not None and _keeps_contents(old, spec):
+            return self._amend(old, spec)
+        if old is not None:
+            self.drop(spec.name)
+        elif len(self.pods) >= self._settings.pods_max:
+            raise LimitExceeded(f"pods_max = {self._settings.pods_max} pods are registered", bound="pods_max")
+        pod = self.pods[spec.name] = Pod(spec)
+        for dp_rank in range(spec.dp_size):
+            self.source(spec.name, dp_rank)
+        for listener in self.listeners:
+            listener.pod_added(spec)
+        return pod
+
+    def find(self, name: str) -> Pod:
+        try:
+            return self.pods[name]
+        except KeyError:
+            raise UnknownPod(name) from None
+
+    def drop(self, name: str) -> None:
+        pod = self.find(name)
+        for listener in self.listeners:
+            listener.pod_removed(name)
+        for source in pod.sources.values():
+            self._drop_source(source)
+        del self.pods[name]
+
+    # -- sources
+
+    def source(self, name: str, dp_rank: int) -> Source:
+        """The source of a registered pod's rank, made when the rank speaks for the first time."""
+        pod = self.find(name)
+        source = pod.sources.get(dp_rank)
+        if source is None:
+            self.check_rank(dp_rank)
+            source = Source(name, dp_rank, self._index.add_source(), block_size=pod.spec.block_size)
+            pod.sources[dp_rank] = source
+            self._by_index_id[source.index_id] = source
+        return source
+
+    def check_rank(self, dp_rank: int) -> None:
+        if dp_rank < 0:
+            raise InvalidInput(f"dp_rank {dp_rank} is negative", field="dp_rank")
+        if dp_rank >= self._settings.dp_ranks_max:
+            bound = f"dp_ranks_max = {self._settings.dp_ranks_max}"
+            raise LimitExceeded(f"dp_rank {dp_rank} does not fit {bound}", bound="dp_ranks_max")
+
+    def by_index_id(self, index_id: int) -> Source | None:
+        return self._by_index_id.get(index_id)
+
+    def hear(self, source: Source) -> None:
+        """The source spoke now."""
+        source.last_event_at_s = self._clock()
+        if self.pods[source.pod].spec.zmq_endpoint is None:
+            self._spoke.pop(source.index_id, None)
+            self._spoke[source.index_id] = source
+
+    def reset_silent(self, count_max: int) -> None:
+        """Resets up to `count_max` of the HTTP sources that are silent past their deadline. O(those)."""
+        deadline_s = self._settings.http_silence_deadline_s
+        for source in list(itertools.islice(self._spoke.values(), count_max)):
+            if source.last_event_at_s is None or self._clock() - source.last_event_at_s < deadline_s:
+                return
+            del self._spoke[source.index_id]
+            self.set_stream(source, SourceState.DOWN, f"silent for {deadline_s:g} s: it holds nothing now")
+            self.reset(source, "silent past its deadline")
+
+    def reset(self, source: Source, cause: str) -> None:
+        """The source holds nothing from now on, and nothing is missing from that picture."""
+        self._index.clear(source.index_id)
+        source.last_seq = None
+        source.block_size = self.pods[source.pod].spec.block_size
+        source.offloads = False
+        self._change(source, cause, incomplete=False)
+
+    def lose(self, source: Source, cause: str) -> None:
+        """Something of this source was lost for good."""
+        self._change(source, cause, incomplete=True)
+
+    def clear_gpu(self, source: Source) -> None:
+        """The engine reset its prefix cache: the GPU picture is true again, other tiers are as they were."""
+        self._index.clear(source.index_id, tier=Tier.GPU)
+        if not source.offloads:
+            self._change(source, "the engine cleared its prefix cache", incomplete=False)
+
+    def set_stream(self, source: Source, stream: SourceState, cause: str) -> None:
+        assert stream is not SourceState.DEGRADED, "a loss is told by `lose`"
+        self._change(source, cause, stream=stream)
+
+    def _change(
+        self, source: Source, cause: str, *, stream: SourceState | None = None, incomplete: bool | None = None
+    ) -> None:
+        before = source.state
+        source.stream = source.stream if stream is None else stream
+        source.incomplete = source.incomplete if incomplete is None else incomplete
+        if source.state is before:
+            return
+        source.down_since_s = self._clock() if source.state is SourceState.DOWN else None
+        logger.log(
+            logging.INFO if source.state in (SourceState.LIVE, SourceState.CATCHING_UP) else logging.WARNING,
+            "source %s rank %d is %s (was %s): %s; remedy: %s",
+            source.pod,
+            source.dp_rank,
+            source.state,
+            before,
+            cause,
+            REMEDIES[source.state],
+            extra={
+                "pod": source.pod,
+                "dp_rank": source.dp_rank,
+                "state": source.state.value,
+                "state_before": before.value,
+                "cause": cause,
+                "remedy": REMEDIES[source.state],
+                "last_seq": source.last_seq,
+            },
+        )
+
+    def _check(self, spec: PodSpec) -> None:
+        if not spec.name:
+            raise InvalidInput("a pod needs a name", field="pod")
+        if not spec.model:
+            raise InvalidInput(f"pod {spec.name!r} needs a model", field="model")
+        if spec.block_size is not None and spec.block_size < 1:
+            raise InvalidInput(f"block_size {spec.block_size} is not positive", field="block_size")
+        if spec.dp_size < 1:
+            raise InvalidInput(f"dp_size {spec.dp_size} is not positive", field="dp_size")
+        self.check_rank(spec.dp_size - 1)
+
+    def _amend(self, pod: Pod, spec: PodSpec) -> Pod:
+        gone = range(spec.dp_size, pod.spec.dp_size)  # not the ranks that spoke without having been declared
+        for dp_rank in [rank for rank in pod.sources if rank in gone]:
+            self._drop_source(pod.sources.pop(dp_rank))
+        pod.spec = spec
+        for source in pod.sources.values():
+            source.block_size = spec.block_size or source.block_size
+        for dp_rank in range(spec.dp_size):
+            self.source(spec.name, dp_rank)
+        return pod
+
+    def _drop_source(self, source: Source) -> None:
+        self._index.drop_source(source.index_id)
+        del self._by_index_id[source.index_id]
+        self._spoke.pop(source.index_id, None)
+
+
+def _keeps_contents(pod: Pod, spec: PodSpec) -> bool:
+    """Nothing differs but a block size that is so already, or the number of ranks.
+
+    Whoever follows a stream replays it from the start when told of the pod, and a replay into what is held
+    would count every copy twice: so whatever concerns a stream starts empty.
+    """
+    same = dataclasses.replace(spec, block_size=pod.spec.block_size, dp_size=pod.spec.dp_size) == pod.spec
+    sizes = {source.block_size for source in pod.sources.values()} - {None, spec.block_size}
+    return (
+        same
+        and (spec.block_size is None or not sizes)
+        and (spec.dp_size == pod.spec.dp_size or spec.zmq_endpoint is None)
+    )

@@ -1,0 +1,400 @@
+"""The bodies of the HTTP contract, shared by the service, its OpenAPI document and the client.
+
+Numbers that come by the thousand (token ids, hashes) are declared here for the document and for clients,
+and never validated one by one by these models: the service cuts them out of the raw body
+(app/api/bodies.py) and validates only the small fields. That is why a request with arrays has two classes:
+`MatchFields` is what is validated, `MatchRequest` the whole that a sender writes.
+
+Unknown fields are refused everywhere except inside events, where engines add fields with every release.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+NAME_CHARS_MAX = 1_024
+BLOCK_SIZE_MAX = 65_536
+DP_RANK_MAX = 65_535
+TOKEN_ID_MAX = 2**32 - 1
+HASH_MAX = 2**64 - 1
+
+Name = Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Adapter = Annotated[
+    str,
+    Field(
+        max_length=NAME_CHARS_MAX,
+        pattern=r"^[^\x00-\x1f\x7f]*$",
+        description="LoRA adapter; none when empty.",
+    ),
+]
+TokenId = Annotated[int, Field(ge=0, le=TOKEN_ID_MAX)]
+PrefixHash = Annotated[int, Field(ge=0, le=HASH_MAX)]
+EngineHash = Annotated[
+    int | str,
+    Field(description="The engine's name for a block: signed or unsigned 64 bits, or bytes as hex."),
+]
+BlockSize = Annotated[int, Field(ge=1, le=BLOCK_SIZE_MAX)]
+DpRank = Annotated[int, Field(ge=0, le=DP_RANK_MAX)]
+TierLabel = Literal["gpu", "cpu", "disk", "external"]
+StateLabel = Literal["live", "catching_up", "degraded", "down"]
+
+
+Endpoint = Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX)]
+
+
+class Body(BaseModel):
+    """Base of all: unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+# -- events
+
+
+class StoredEvent(BaseModel):
+    """Consecutive blocks that the engine now holds, the first of them a child of `parent_block_hash`."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: Literal["BlockStored"]
+    block_hashes: list[EngineHash]
+    parent_block_hash: EngineHash | None = None
+    token_ids: list[TokenId] = Field(
+        description="`block_size` a block; empty where the blocks were named before."
+    )
+    block_size: int = Field(ge=0)
+    lora_id: int | None = None
+    lora_name: str | None = None
+    medium: str | None = Field(None, description="Where the blocks lie; GPU when absent.")
+    extra_keys: list[list[Any] | None] | None = Field(
+        None, description="One list a block: salts, image hashes ..."
+    )
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+class RemovedEvent(BaseModel):
+    """One copy of each of these blocks left its medium."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: Literal["BlockRemoved"]
+    block_hashes: list[EngineHash]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class ClearedEvent(BaseModel):
+    """The engine reset its prefix cache."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: Literal["AllBlocksCleared"]
+
+
+class EventsFields(Body):
+    """What is said of a batch beside its events."""
+
+    pod: Name
+    dp_rank: DpRank = 0
+    model: Name | None = Field(None, description="Needed when the pod is not registered yet.")
+    lora: Adapter | None = Field(None, description="Adapter of every event that names none.")
+    seq: int | None = Field(
+        None,
+        ge=0,
+        le=HASH_MAX,
+        description="Sequence number: a batch seen before changes nothing, a gap is seen.",
+    )
+    ts: float | None = Field(None, description="The engine's Unix time in seconds.")
+
+
+class EventsRequest(EventsFields):
+    """A batch of events of one rank, in order."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "pod": "pod-a",
+                    "model": "m",
+                    "seq": 42,
+                    "events": [
+                        {
+                            "type": "BlockStored",
+                            "block_hashes": [1],
+                            "parent_block_hash": None,
+                            "token_ids": [11, 12, 13, 14],
+                            "block_size": 4,
+                        },
+                        {"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"},
+                    ],
+                }
+            ]
+        }
+    )
+
+    events: list[StoredEvent | RemovedEvent | ClearedEvent]
+
+
+class RejectedEventRow(Body):
+    """An event that was skipped."""
+
+    index: int = Field(description="Its place in the batch.")
+    reason: str = Field(description="One of a small fixed set.")
+    detail: str
+
+
+class EventsResponse(Body):
+    """What the batch did; when it is answered, a match sees it."""
+
+    accepted: int
+    stored_blocks: int
+    removed_blocks: int
+    orphans: int = Field(description="Blocks that wait for a parent not seen yet.")
+    ignored: int = Field(description="Events that say nothing about reusable prefixes.")
+    rejected: list[RejectedEventRow]
+    duplicate: bool = Field(description="The sequence number was seen before; nothing changed.")
+
+
+# -- queries
+
+
+class PromptFields(Body):
+    """Which prompt, without its arrays."""
+
+    model: Name
+    lora: Adapter | None = None
+    cache_salt: Annotated[str, Field(max_length=NAME_CHARS_MAX)] | None = Field(
+        None, description="The request's cache salt: its blocks are shared with no other salt."
+    )
+    block_size: BlockSize | None = Field(
+        None, description="Only prefixes of this block size; needed only where pods of a model differ."
+    )
+
+
+_TOKEN_IDS = Field(None, description="The prompt's token ids.")
+_PREFIX_HASHES = Field(None, description="Instead of token ids: prefix hashes, as `/v1/hashes` gives them.")
+_EXTRA_KEYS = Field(
+    None,
+    description="A list a block of what else makes it differ (image hashes ...); fewer than blocks will do.",
+)
+
+
+class MatchFields(PromptFields):
+    """A match query without its arrays."""
+
+    pods: list[Name] | None = Field(None, description="Only these pods (those that are ready to serve).")
+    include_hashes: bool = Field(False, description="Answer the prompt's prefix hashes too.")
+
+
+class MatchRequest(MatchFields):
+    """Which pods hold the longest leading part of this prompt? One of `token_ids` and `prefix_hashes`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model": "m", "token_ids": [11, 12, 13, 14, 15], "pods": ["pod-a"]}]}
+    )
+
+    token_ids: list[TokenId] | None = _TOKEN_IDS
+    prefix_hashes: list[PrefixHash] | None = _PREFIX_HASHES
+    extra_keys: list[list[Any] | None] | None = _EXTRA_KEYS
+
+
+class MatchRowResponse(Body):
+    """How much of the prompt one rank of one pod holds, and how far that can be trusted."""
+
+    pod: str
+    dp_rank: int
+    matched_blocks: int
+    matched_tokens: int
+    reusable_tokens: int = Field(
+        description="What an engine reuses: block_size * min(matched_blocks, (tokens - 1) // block_size)."
+    )
+    percent: float = Field(description="Matched share of the prompt's tokens.")
+    tiers: dict[str, int] = Field(description="Depth in blocks by tier, cumulative from fast to slow.")
+    speculative_blocks: int = Field(description="Depth when blocks announced by `/v1/prefixes` count too.")
+    state: StateLabel
+    last_event_age_s: float | None
+    hints: None = None
+
+
+class MatchResponse(Body):
+    """Best first; ranks without a match are left out."""
+
+    model: str
+    lora: str | None
+    block_size: int
+    tokens: int
+    blocks: int
+    matches: list[MatchRowResponse]
+    prefix_hashes: list[PrefixHash] | None
+
+
+class HashesRequest(PromptFields):
+    """The prompt whose prefix hashes are asked for."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"model": "m", "token_ids": [11, 12, 13, 14]}]})
+
+    token_ids: list[TokenId]
+    extra_keys: list[list[Any] | None] | None = _EXTRA_KEYS
+
+
+class HashesResponse(Body):
+    """One prefix hash a full block."""
+
+    prefix_hashes: list[PrefixHash]
+
+
+class PrefixesFields(PromptFields):
+    """Where a request was sent, without its arrays."""
+
+    pod: Name
+    dp_rank: DpRank = 0
+    ttl_s: float = Field(2.0, gt=0, description="Seconds after which the announcement expires on its own.")
+
+
+class PrefixesRequest(PrefixesFields):
+    """The router says where it sent a request: entries are speculative until the engine confirms them."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"model": "m", "pod": "pod-a", "token_ids": [11, 12, 13, 14], "ttl_s": 2.0}]
+        }
+    )
+
+    token_ids: list[TokenId] | None = _TOKEN_IDS
+    prefix_hashes: list[PrefixHash] | None = _PREFIX_HASHES
+    extra_keys: list[list[Any] | None] | None = _EXTRA_KEYS
+
+
+class PrefixesResponse(Body):
+    """How many blocks are announced now: not those that the rank holds or that found no room."""
+
+    added: int
+
+
+# -- pods
+
+
+class PodRequest(Body):
+    """What the operator says about a pod. Rank r is found at each endpoint's port + r."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "m",
+                    "block_size": 16,
+                    "zmq_endpoint": "tcp://10.0.0.7:5557",
+                    "replay_endpoint": "tcp://10.0.0.7:5558",
+                }
+            ]
+        }
+    )
+
+    model: Name
+    lora: Adapter | None = None
+    block_size: BlockSize | None = Field(
+        None, description="Tokens a block; taken from the first event when absent."
+    )
+    zmq_endpoint: Endpoint | None = Field(
+        None, description="Where rank 0 publishes; none: its events come by HTTP."
+    )
+    replay_endpoint: Endpoint | None = Field(None, description="Where rank 0 replays what was missed.")
+    topic: Annotated[str, Field(max_length=NAME_CHARS_MAX)] = ""
+    dp_size: int = Field(1, ge=1, le=DP_RANK_MAX + 1, description="Data-parallel ranks.")
+
+
+class RankResponse(Body):
+    """One rank of a pod."""
+
+    dp_rank: int
+    state: StateLabel
+    last_seq: int | None = Field(description="Newest sequence number that a match already sees.")
+    last_event_age_s: float | None
+    blocks: dict[str, int] = Field(description="Blocks held, by tier.")
+    gaps: int
+    replays: int
+    restarts: int
+    orphans: int
+    rejected: int
+
+
+class PodResponse(Body):
+    """A registered pod."""
+
+    pod: str
+    model: str
+    lora: str | None
+    block_size: int | None
+    zmq_endpoint: str | None
+    replay_endpoint: str | None
+    topic: str
+    dp_size: int
+    ranks: list[RankResponse]
+
+
+class RemoveFields(Body):
+    """Which of a pod's blocks to forget; everything where nothing is said."""
+
+    model: Name | None = None
+    lora: Adapter | None = None
+    dp_rank: DpRank | None = None
+    tier: TierLabel | None = None
+
+
+class PodsResponse(Body):
+    """Every registered pod, by name."""
+
+    pods: list[PodResponse]
+
+
+class RemovedResponse(Body):
+    """How many blocks were forgotten."""
+
+    removed_blocks: int
+
+
+# -- operations
+
+
+class HealthResponse(Body):
+    """The process answers."""
+
+    status: Literal["ok"]
+    version: str
+
+
+class Fault(Body):
+    """One fault of a request."""
+
+    field: str = Field(description="Its place as a dotted path; empty when it is the whole.")
+    detail: str
+
+
+class Problem(BaseModel):
+    """RFC 9457 problem object."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    errors: list[Fault]
+    bound: str | None = Field(None, description="The setting whose bound was met.")
+
+
+class StatsResponse(BaseModel):
+    """Figures since the start; more may be added."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    uptime_s: float
+    pods: int
+    sources: dict[str, int] = Field(description="Ranks by state.")
+    events: dict[str, int] = Field(description="Events applied, by type, of the pods that are registered.")
+    rejected: dict[str, int] = Field(description="Events skipped, by reason.")
+    queries: dict[str, int]
+    index: dict[str, int]

@@ -1,0 +1,97 @@
+"""The HTTP server around the application: one socket, uvicorn on uvloop and httptools, an orderly end."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+
+from app import __version__
+from app.config import Settings
+from app.errors import CannotListen
+from app.main import create_app
+
+_BACKLOG = 2_048
+
+
+def run(settings: Settings) -> bool:
+    """Serves until SIGINT or SIGTERM; False when the application did not come up. Raises CannotListen."""
+    logging.basicConfig(
+        level=settings.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    app = create_app(settings)
+    # Bound before the server starts: the fault is one sentence, and a free port is known when it is printed.
+    listener = _listen(settings.host, settings.port)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            loop="uvloop",
+            http="httptools",
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            log_level=settings.log_level,
+            access_log=False,
+            server_header=False,
+            limit_concurrency=settings.connections_max,
+            timeout_keep_alive=settings.keep_alive_s,
+            timeout_graceful_shutdown=settings.shutdown_grace_s,
+        ),
+        _address(listener),
+    )
+    # uvicorn raises the signal that ended it once more when it is done: an orderly end is not a failure.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        listener.close()
+    return server.started
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, address: str) -> None:
+        super().__init__(config)
+        self._address = address
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(f"kvindexer {__version__} listens on {self._address}", flush=True)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise CannotListen(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        said = os.strerror(error.errno) if error.errno else str(error)
+        hint = "; another process has it, --port takes another" if error.errno == errno.EADDRINUSE else ""
+        raise CannotListen(f"cannot listen on {host}:{port}: {said}{hint}") from error
+    return listener
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _leave(_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(0)

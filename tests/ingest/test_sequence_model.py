@@ -1,0 +1,132 @@
+"""Random histories of one source against the tracker: what it delivered is the engine's truth, or it says that it is not.
+
+The engine publishes, forgets, restarts (seen or unseen by the connection); the network drops, doubles and disconnects;
+the replay socket answers, answers in part, drops replies, keeps silent. After each history everything is repaired for a
+while, and then: delivered == published, in order, once. A loss is an excuse only where the engine had forgotten or the
+replay socket had been silent.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from app.ingest.sequence import SequenceLimits
+from app.pods import SourceState
+from tests.ingest.engine import Bench, SimulatedEngine
+
+LIMITS = SequenceLimits(held_batches_max=3, digests=4)
+STEPS_S = (0.0, 0.1, LIMITS.retry_delay_s, LIMITS.replay_timeout_s, LIMITS.probe_interval_s)
+
+
+class TrackedSource(RuleBasedStateMachine):
+    bench: Bench
+    connected: bool
+    excused: bool  # the engine forgot, or the replay socket kept silent, at some time
+
+    @initialize(
+        buffer_batches=st.sampled_from([2, 5, 1_000]),
+        before=st.integers(0, 4),
+        held_bytes_max=st.sampled_from([8, 1_000]),
+        endpoint=st.booleans(),
+    )
+    def begin(self, buffer_batches: int, before: int, held_bytes_max: int, endpoint: bool) -> None:
+        self.bench = Bench(
+            SimulatedEngine(buffer_batches), limits=LIMITS, held_bytes_max=held_bytes_max, replay_endpoint=endpoint
+        )
+        self.endpoint = endpoint
+        self.excused = buffer_batches < 1_000 or not endpoint
+        self.connected = False
+        self.bench.publish(before, lost=True)
+
+    @rule(count=st.integers(1, 4), fault=st.sampled_from(["none", "none", "lost", "doubled"]))
+    def publish(self, count: int, fault: str) -> None:
+        for _ in range(count):
+            frame = self.bench.engine.publish()
+            if self.connected and fault != "lost":
+                for _ in range(2 if fault == "doubled" else 1):
+                    self.bench.live(*frame)
+
+    @rule()
+    def restart_in_place(self) -> None:
+        self.bench.engine.restart()
+
+    @rule(restarted=st.booleans())
+    def disconnect(self, restarted: bool) -> None:
+        if self.connected:
+            self.connected = False
+            self.bench.disconnect()
+        if restarted:
+            self.bench.engine.restart()
+
+    @rule()
+    def connect(self) -> None:
+        self.connected = True
+        self.bench.connect()
+
+    @rule(how=st.sampled_from(["whole", "whole", "cut", "holes", "without end"]), replies=st.integers(0, 3))
+    def answer(self, how: str, replies: int) -> None:
+        if self.bench.request is None or not self.connected:
+            return
+        buffered = self.bench.engine.replay(self.bench.request)
+        if how == "whole":
+            self.bench.serve(buffered)
+        elif how == "cut":
+            self.bench.serve(buffered[:replies], end=False)
+        elif how == "holes":
+            self.bench.serve(buffered[:1] + buffered[1 + replies :])
+        else:
+            self.bench.serve(buffered, end=False)
+
+    @rule(step_s=st.sampled_from(STEPS_S))
+    def wait(self, step_s: float) -> None:
+        if self.bench.request is not None and step_s >= LIMITS.replay_timeout_s:
+            self.excused = True
+        self.bench.wait(step_s)
+
+    @rule(exact=st.booleans())
+    def deadline(self, exact: bool) -> None:
+        self.excused = True
+        self.bench.wait(LIMITS.disconnect_deadline_s - (0.0 if exact else 0.001))
+
+    @invariant()
+    def delivered_in_order_and_once(self) -> None:
+        seqs = [int(payload.split(b":")[1]) for payload in self.bench.delivered]
+        assert seqs == sorted(set(seqs))
+
+    @invariant()
+    def budget_is_kept(self) -> None:
+        bench = self.bench
+        assert 0 <= bench.budget.used_bytes <= bench.budget.bytes_max
+        assert bench.tracker.held_batches <= LIMITS.held_batches_max
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        bench = self.bench
+        if not self.connected:
+            bench.connect()
+        bench.settle()
+        if not self.endpoint:
+            bench.publish(1)  # without a replay only the next batch can tell
+        assert bench.state is SourceState.LIVE
+        if not bench.lost:
+            self.check_truth()
+        else:
+            assert self.excused, "nothing was lost that a replay could not have brought"
+            bench.engine.restart()
+            bench.publish(1)
+            bench.settle()
+            assert not bench.lost, "a restart heals"
+            self.check_truth()
+        assert bench.budget.used_bytes == 0
+
+    def check_truth(self) -> None:
+        assert self.bench.delivered == self.bench.engine.batches
+
+
+TrackedSource.TestCase.settings = settings(
+    max_examples=300, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestTrackedSource = TrackedSource.TestCase

@@ -1,10 +1,9 @@
 """The offload tier of a pod as a whole, and what it tells an indexer.
 
 Tensor parallelism splits every chunk over `world_size` workers, each with a store of its own, so the tier
-has a chunk only while all of them have it. An indexer hears `Stored` when the last worker has a chunk
-whose predecessors are all there too, and `Removed` when the first worker loses it: medium `CPU`, one chunk
-an event, chunks chained among themselves and not to the engine's blocks, as LMCache's connector publishes
-them.
+has a chunk only while all of them have it. An indexer hears `Stored` when a store leaves a chunk and all before
+it with every worker, and `Removed` when the first worker loses it: medium `CPU`, one chunk an event, chunks
+chained among themselves and not to the engine's blocks, as LMCache's connector publishes them.
 """
 
 from __future__ import annotations

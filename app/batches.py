@@ -1,18 +1,38 @@
-"""What a batch of events does to the index: sift it first, then apply what is left, in order.
+"""Batches of events: sift, then apply what is left in order, and keep the books of their source.
 
 Sifting changes nothing, so that a batch of which nothing can be used can be refused as a whole. It finds what
 the codec cannot know: on the GPU tier every block of a source has one size, the declared one or that of its
 first event. Offload tiers are free of that: LMCache stores chunks of 256 tokens beside engine blocks of 16.
+
+Batches come in two ways. `post` is for whoever speaks by HTTP: it registers the pod, leaves out batches that
+were seen, notices gaps, and refuses a batch of which nothing can be used. `apply` is for a stream whose order
+and completeness the caller vouches for: what it cannot use it counts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Callable
 
+from app.config import Settings
+from app.errors import BatchRejected, InvalidInput
 from app.events import BlockRemoved, BlockStored, Event, EventBatch, RejectedEvent, Tier
 from app.index.interface import Index
-from app.pods import Source
+from app.pods import PodSpec, Source
 from app.registry import Registry
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BatchResult:
+    """What a batch did. `orphans` are blocks of it that wait for their parent."""
+
+    accepted: int = 0
+    stored_blocks: int = 0
+    removed_blocks: int = 0
+    orphans: int = 0
+    rejected: tuple[RejectedEvent, ...] = ()
+    duplicate: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,13 +48,6 @@ class Sifted:
     def is_useless(self) -> bool:
         """Something was sent, and all of it is bad."""
         return bool(self.rejected) and not self.events and not self.ignored
-
-
-@dataclasses.dataclass(slots=True)
-class Tally:
-    stored_blocks: int = 0
-    removed_blocks: int = 0
-    orphan_blocks: int = 0  # had to wait when they came; some may have been chained since
 
 
 def sift(batch: EventBatch, block_size: int | None) -> Sifted:
@@ -54,89 +67,154 @@ def sift(batch: EventBatch, block_size: int | None) -> Sifted:
     return Sifted(tuple(events), tuple(rejected), batch.ignored, block_size)
 
 
-def apply_events(
-    index: Index,
-    registry: Registry,
-    source: Source,
-    sifted: Sifted,
-    *,
-    lora: str | None,
-    now: int,
-    count_copies: bool,
-) -> Tally:
-    """Applies the events in order; `lora` is the adapter of those that name none."""
-    model = registry.find(source.pod).spec.model
-    source.block_size = sifted.block_size
-    tally = Tally()
-    for event in sifted.events:
-        source.events[type(event).__name__] += 1
-        if isinstance(event, BlockStored):
-            _store(index, source, event, tally, model=model, lora=lora, now=now, count_copies=count_copies)
-        elif isinstance(event, BlockRemoved):
-            _remove(index, source, event, tally, now=now)
+@dataclasses.dataclass(slots=True)
+class _Tally:
+    stored_blocks: int = 0
+    removed_blocks: int = 0
+    orphan_blocks: int = 0  # had to wait when they came; some may have been chained since
+
+
+class Batches:
+    """Part of the service. `now` gives the index's ticks; `rejected` counts events by reason."""
+
+    def __init__(
+        self, settings: Settings, index: Index, registry: Registry, *, now: Callable[[], int]
+    ) -> None:
+        self.rejected: Counter[str] = Counter()
+        self._settings = settings
+        self._index = index
+        self._registry = registry
+        self._now = now
+
+    def post(
+        self,
+        pod: str,
+        batch: EventBatch,
+        *,
+        model: str | None,
+        dp_rank: int,
+        seq: int | None,
+        lora: str | None,
+    ) -> BatchResult:
+        """See IndexerService.post."""
+        known = self._registry.pods.get(pod)
+        if known is None and not model:
+            detail = f"pod {pod!r} is not registered: its first batch must name the model"
+            raise InvalidInput(detail, field="model")
+        if known is not None:
+            self._registry.check_model(known, model)
+        self._registry.check_rank(dp_rank)
+        source = known.sources.get(dp_rank) if known is not None else None
+        if source is not None and _seen(source, seq):
+            source.duplicates += 1
+            return BatchResult(duplicate=True)
+        declared = known.spec.block_size if known is not None else None
+        sifted = sift(batch, declared if source is None else source.block_size)
+        if sifted.is_useless:
+            self._count_rejected(source, sifted.rejected)
+            raise BatchRejected(sifted.rejected)
+        if known is None:
+            self._registry.register(PodSpec(name=pod, model=model or ""))
+        source = self._registry.source(pod, dp_rank)
+        self._registry.welcome_back(source)
+        if seq is not None and source.last_seq is not None and seq > source.last_seq + 1:
+            source.gaps += 1
+            self._registry.lose(source, f"batches {source.last_seq + 1} to {seq - 1} never came")
+        return self._apply(source, sifted, seq, lora)
+
+    def apply(self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None) -> BatchResult:
+        """See IndexerService.apply."""
+        source = self._registry.source(pod, dp_rank)
+        return self._apply(source, sift(batch, source.block_size), seq, None)
+
+    def _apply(self, source: Source, sifted: Sifted, seq: int | None, lora: str | None) -> BatchResult:
+        source.block_size = sifted.block_size
+        tally = self._apply_events(source, sifted.events, lora)
+        source.batches += 1
+        source.ignored += sifted.ignored
+        source.stored_blocks += tally.stored_blocks
+        source.removed_blocks += tally.removed_blocks
+        source.orphans += tally.orphan_blocks
+        source.last_seq = source.last_seq if seq is None else seq
+        self._count_rejected(source, sifted.rejected)
+        self._registry.hear(source)
+        waiting = self._index.orphan_blocks(source.index_id) if tally.orphan_blocks else 0
+        return BatchResult(
+            accepted=len(sifted.events) + sifted.ignored,
+            stored_blocks=tally.stored_blocks,
+            removed_blocks=tally.removed_blocks,
+            orphans=min(tally.orphan_blocks, waiting),
+            rejected=sifted.rejected,
+        )
+
+    def _apply_events(self, source: Source, events: tuple[Event, ...], lora: str | None) -> _Tally:
+        spec = self._registry.find(source.pod).spec
+        lora = lora or spec.lora
+        now = self._now()
+        tally = _Tally()
+        for event in events:
+            source.events[type(event).__name__] += 1
+            if isinstance(event, BlockStored):
+                self._store(source, event, tally, model=spec.model, lora=event.lora or lora, now=now)
+            elif isinstance(event, BlockRemoved):
+                self._remove(source, event, tally, now=now)
+            else:
+                self._report_drops()  # what was lost before the clear must not degrade what comes after it
+                self._registry.clear_gpu(source)
+        self._report_drops()
+        return tally
+
+    def _store(
+        self, source: Source, event: BlockStored, tally: _Tally, *, model: str, lora: str | None, now: int
+    ) -> None:
+        if event.token_ids:
+            result = self._index.store(
+                source.index_id,
+                self._index.context(model, lora, event.block_size, now),
+                tier=event.tier,
+                group=event.group,
+                engine_hashes=event.block_hashes,
+                parent=event.parent_block_hash,
+                token_ids=event.token_ids,
+                extra_keys=event.extra_keys,
+                now=now,
+                count_copies=self._settings.count_copies,
+            )
         else:
-            _report_drops(
-                index, registry
-            )  # what was lost before the clear must not degrade what comes after it
-            registry.clear_gpu(source)
-    _report_drops(index, registry)
-    source.stored_blocks += tally.stored_blocks
-    source.removed_blocks += tally.removed_blocks
-    source.orphans += tally.orphan_blocks
-    return tally
+            result = self._index.place(
+                source.index_id,
+                tier=event.tier,
+                group=event.group,
+                engine_hashes=event.block_hashes,
+                now=now,
+                count_copies=self._settings.count_copies,
+            )
+        source.offloads |= event.tier is not Tier.GPU
+        source.unknown_blocks += result.unknown_blocks
+        tally.stored_blocks += result.stored_blocks
+        tally.orphan_blocks += result.orphan_blocks
 
-
-def _store(
-    index: Index,
-    source: Source,
-    event: BlockStored,
-    tally: Tally,
-    *,
-    model: str,
-    lora: str | None,
-    now: int,
-    count_copies: bool,
-) -> None:
-    if event.token_ids:
-        result = index.store(
-            source.index_id,
-            index.context(model, event.lora or lora, event.block_size, now),
-            tier=event.tier,
-            group=event.group,
-            engine_hashes=event.block_hashes,
-            parent=event.parent_block_hash,
-            token_ids=event.token_ids,
-            extra_keys=event.extra_keys,
-            now=now,
-            count_copies=count_copies,
+    def _remove(self, source: Source, event: BlockRemoved, tally: _Tally, *, now: int) -> None:
+        result = self._index.remove(
+            source.index_id, tier=event.tier, group=event.group, engine_hashes=event.block_hashes, now=now
         )
-    else:
-        result = index.place(
-            source.index_id,
-            tier=event.tier,
-            group=event.group,
-            engine_hashes=event.block_hashes,
-            now=now,
-            count_copies=count_copies,
-        )
-    source.offloads |= event.tier is not Tier.GPU
-    source.unknown_blocks += result.unknown_blocks
-    tally.stored_blocks += result.stored_blocks
-    tally.orphan_blocks += result.orphan_blocks
+        source.offloads |= event.tier is not Tier.GPU
+        source.unknown_blocks += result.unknown_blocks
+        tally.removed_blocks += result.removed_blocks
 
+    def _report_drops(self) -> None:
+        for index_id, blocks in self._index.orphan_drops():
+            source = self._registry.by_index_id(index_id)
+            if source is not None:
+                source.orphans_dropped += blocks
+                cause = f"{blocks} blocks waited for a parent and orphan_blocks_max left no room"
+                self._registry.lose(source, cause)
 
-def _remove(index: Index, source: Source, event: BlockRemoved, tally: Tally, *, now: int) -> None:
-    result = index.remove(
-        source.index_id, tier=event.tier, group=event.group, engine_hashes=event.block_hashes, now=now
-    )
-    source.offloads |= event.tier is not Tier.GPU
-    source.unknown_blocks += result.unknown_blocks
-    tally.removed_blocks += result.removed_blocks
-
-
-def _report_drops(index: Index, registry: Registry) -> None:
-    for index_id, blocks in index.orphan_drops():
-        source = registry.by_index_id(index_id)
+    def _count_rejected(self, source: Source | None, rejected: tuple[RejectedEvent, ...]) -> None:
+        self.rejected.update(event.reason for event in rejected)
         if source is not None:
-            source.orphans_dropped += blocks
-            registry.lose(source, f"{blocks} blocks waited for a parent and orphan_blocks_max left no room")
+            source.rejected += len(rejected)
+
+
+def _seen(source: Source, seq: int | None) -> bool:
+    return seq is not None and source.last_seq is not None and seq <= source.last_seq

@@ -49,8 +49,9 @@ def parse_endpoint(text: str, *, field: str) -> Endpoint:
     if not separator or not (port_text.isascii() and port_text.isdigit()):
         raise InvalidInput(f"{text!r} has no port: tcp://host:port is expected", field=field)
     host = "[::]" if host == "::" else host
-    bracketed = host.startswith("[") and host.endswith("]") and len(host) > 2
-    if not host or host != host.strip() or any(c in host for c in "/, ;") or (":" in host and not bracketed):
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    unbracketed_ipv6 = ":" in host and bare is host
+    if not bare or any(c in bare for c in "[]/,; ") or bare != bare.strip() or unbracketed_ipv6:
         raise InvalidInput(f"{text!r} has an impossible host {host!r}", field=field)
     port = int(port_text)
     if not 1 <= port <= PORT_MAX:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -41,15 +42,15 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
     """Raises InvalidSettings for pods that cannot be, LimitExceeded for more of them than `pods_max`."""
     specs = configured_pods(settings.pods, settings.pods_file)
     service = IndexerService(settings, PrefixIndex(index_limits(settings)), clock=clock)
-    ingest = ZmqIngest(service, lambda payload: _decode(payload, metrics), _zmq_settings(settings))
     metrics = Metrics(
         Figures(
             stats=service.stats,
             pods=lambda: service.pods.values(),
-            gauges=ingest.gauges,
-            counters=ingest.counters,
+            gauges=lambda: ingest.gauges(),
+            counters=lambda: ingest.counters(),
         )
     )
+    ingest = ZmqIngest(service, _zmq_settings(settings), decode=functools.partial(_decode, metrics))
     service.listeners.append(ingest)
     for spec in specs:
         service.register(spec)
@@ -69,8 +70,8 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
     return app
 
 
-def _decode(payload: bytes, metrics: Metrics) -> EventBatch:
-    batch = decode_batch(payload)
+def _decode(metrics: Metrics, payload: bytes, *, block_size: int | None = None) -> EventBatch:
+    batch = decode_batch(payload, block_size=block_size)
     if batch.ts is not None:
         metrics.observe_lag(time.time() - batch.ts)
     return batch

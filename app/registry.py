@@ -110,6 +110,11 @@ class Registry:
             bound = f"dp_ranks_max = {self._settings.dp_ranks_max}"
             raise LimitExceeded(f"dp_rank {dp_rank} does not fit {bound}", bound="dp_ranks_max")
 
+    def check_model(self, pod: Pod, model: str | None) -> None:
+        if model is not None and model != pod.spec.model:
+            detail = f"pod {pod.spec.name!r} serves {pod.spec.model!r}, not {model!r}"
+            raise InvalidInput(detail, field="model")
+
     def by_index_id(self, index_id: int) -> Source | None:
         return self._by_index_id.get(index_id)
 
@@ -127,8 +132,16 @@ class Registry:
             if source.last_event_at_s is None or self._clock() - source.last_event_at_s < deadline_s:
                 return
             del self._spoke[source.index_id]
-            self.set_stream(source, SourceState.DOWN, f"silent for {deadline_s:g} s: it holds nothing now")
-            self.reset(source, "silent past its deadline")
+            cause = f"silent for {deadline_s:g} s: it holds nothing now"
+            self.set_stream(source, SourceState.DOWN, cause)
+            self.reset(source, cause)
+
+    def welcome_back(self, source: Source) -> None:
+        """A source that was reset for its silence spoke: what it stored before is not known any more."""
+        if source.stream is SourceState.DOWN and self.pods[source.pod].spec.zmq_endpoint is None:
+            cause = "it spoke again after what it held was forgotten for its silence"
+            self.lose(source, cause)
+            self.set_stream(source, SourceState.LIVE, cause)
 
     def reset(self, source: Source, cause: str) -> None:
         """The source holds nothing from now on, and nothing is missing from that picture."""

@@ -1,5 +1,6 @@
-// The only file that knows Python: every function takes and returns buffers or numbers, never Python containers of
-// single blocks. Lengths and ranges are checked by the Python front (app/index/prefix_index.py).
+// The only file that knows Python: every function takes and returns buffers or numbers, never Python
+// containers of single blocks. Lengths and ranges are checked by the Python front
+// (app/index/prefix_index.py).
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -56,8 +57,8 @@ nb::bytes hashes_of(Hashes chain, size_t blocks) {
 
 void bind_index(nb::module_& m) {
   m.def(
-      "xxh64", [](const nb::bytes& data, uint64_t seed) { return xxh64(data_of(data), data.size(), seed); }, "data"_a,
-      "seed"_a = 0);
+      "xxh64", [](const nb::bytes& data, uint64_t seed) { return xxh64(data_of(data), data.size(), seed); },
+      "data"_a, "seed"_a = 0);
   m.def(
       "prefix_hashes",
       [](uint64_t seed, size_t block_size, const nb::bytes& tokens, const std::optional<nb::tuple>& extra) {
@@ -71,8 +72,8 @@ void bind_index(nb::module_& m) {
       .def("__init__",
            [](PrefixIndex* self, Tick ttl, size_t contexts_max, size_t prefixes_per_context_max,
               size_t orphan_blocks_max, size_t speculative_blocks_max) {
-             new (self) PrefixIndex(
-                 Limits{ttl, contexts_max, prefixes_per_context_max, orphan_blocks_max, speculative_blocks_max});
+             new (self) PrefixIndex(Limits{ttl, contexts_max, prefixes_per_context_max, orphan_blocks_max,
+                                           speculative_blocks_max});
            })
       .def("add_context", &PrefixIndex::add_context)
       .def("touch_context", &PrefixIndex::touch_context)
@@ -89,21 +90,22 @@ void bind_index(nb::module_& m) {
              return std::tuple(stored.stored, stored.orphans, stored.unknown);
            })
       .def("place",
-           [](PrefixIndex& self, uint32_t source, uint32_t tier, uint32_t group, const nb::bytes& engine_hashes,
-              Tick now, bool count_copies) {
-             const Stored stored = self.place({source, tier, group}, words_of(engine_hashes), now, count_copies);
+           [](PrefixIndex& self, uint32_t source, uint32_t tier, uint32_t group,
+              const nb::bytes& engine_hashes, Tick now, bool count_copies) {
+             const Stored stored =
+                 self.place({source, tier, group}, words_of(engine_hashes), now, count_copies);
              return std::tuple(stored.stored, stored.orphans, stored.unknown);
            })
       .def("remove",
-           [](PrefixIndex& self, uint32_t source, uint32_t tier, uint32_t group, const nb::bytes& engine_hashes,
-              Tick now) {
+           [](PrefixIndex& self, uint32_t source, uint32_t tier, uint32_t group,
+              const nb::bytes& engine_hashes, Tick now) {
              const Removed removed = self.remove({source, tier, group}, words_of(engine_hashes), now);
              return std::tuple(removed.removed, removed.unknown);
            })
       .def("clear", &PrefixIndex::clear, "source"_a, "tier"_a.none(), "context"_a.none())
       .def("match_tokens",
-           [](PrefixIndex& self, uint32_t context, const nb::bytes& tokens, const std::optional<nb::tuple>& extra,
-              Tick now) {
+           [](PrefixIndex& self, uint32_t context, const nb::bytes& tokens,
+              const std::optional<nb::tuple>& extra, Tick now) {
              const ExtraKeys keys = extra_of(extra);
              std::vector<Row> rows;
              self.match_tokens(context, data_of(tokens), tokens.size() / self.block_bytes(context),
@@ -113,17 +115,19 @@ void bind_index(nb::module_& m) {
       .def("match_hashes",
            [](PrefixIndex& self, uint32_t context, const nb::bytes& hashes, Tick now) {
              std::vector<Row> rows;
-             self.match_hashes(context, data_of(hashes), hashes.size() / 8, now, rows);
+             self.match_hashes(context, HashList(data_of(hashes)), hashes.size() / 8, now, rows);
              return bytes_of(rows);
            })
       .def("add_speculative",
-           [](PrefixIndex& self, uint32_t context, uint32_t source, const nb::bytes& hashes, Tick ttl, Tick now) {
-             return self.add_speculative(context, source, data_of(hashes), hashes.size() / 8, ttl, now);
+           [](PrefixIndex& self, uint32_t context, uint32_t source, const nb::bytes& hashes, Tick ttl,
+              Tick now) {
+             return self.add_speculative(context, source, HashList(data_of(hashes)), hashes.size() / 8, ttl,
+                                         now);
            })
       .def("holders",
            [](PrefixIndex& self, uint32_t context, uint64_t prefix, Tick now) {
              std::vector<std::tuple<uint32_t, uint32_t, uint32_t>> holders;
-             for (const Holder& holder : self.holders(context, prefix, now))
+             for (const Place& holder : self.holders(context, prefix, now))
                holders.emplace_back(holder.source, holder.tier, holder.group);
              return holders;
            })
@@ -141,9 +145,10 @@ void bind_index(nb::module_& m) {
            })
       .def("statistics", [](const PrefixIndex& self) {
         const Statistics now = self.statistics();
-        return std::tuple(now.contexts, now.prefixes, now.holder_sets, now.engine_keys, now.copies, now.orphan_blocks,
-                          now.speculative_blocks, now.bytes, now.expired, now.evicted, now.contexts_evicted,
-                          now.orphans_dropped, now.orphans_expired, now.speculative_refused);
+        return std::tuple(now.contexts, now.prefixes, now.holder_sets, now.engine_keys, now.copies,
+                          now.orphan_blocks, now.speculative_blocks, now.bytes, now.expired, now.evicted,
+                          now.contexts_evicted, now.orphans_dropped, now.orphans_expired,
+                          now.speculative_refused);
       });
 }
 

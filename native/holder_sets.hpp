@@ -1,8 +1,9 @@
 // Interned sets of holder slots.
 //
-// A prefix is usually held by the same few slots as its neighbours, so an entry stores the number of a shared set, and a
-// block costs the same at one holder and at a thousand. Sets are bitsets over the slots of one context, cut to the words
-// that are not zero. (set, +slot) -> set goes through a small cache, so that storing what another pod has is O(1).
+// A prefix is usually held by the same few slots as its neighbours, so an entry stores the number of a shared
+// set, and a block costs the same at one holder and at a thousand. Sets are bitsets over the slots of one
+// context, cut to the words that are not zero. (set, +slot) -> set goes through a small cache, so that
+// storing what another pod has is O(1).
 //
 // References are counted by the tables; a set that nobody refers to is freed and its number used again.
 // The number 0 is the empty set: it has no content and is never counted.
@@ -50,27 +51,31 @@ class HolderSets {
     const Set& set = sets_[id];
     for (size_t w = 0; w < set.words.size(); ++w)
       for (uint64_t bits = set.words[w]; bits != 0; bits &= bits - 1)
-        visit(static_cast<uint32_t>((set.first_word + w) * 64 + static_cast<unsigned>(std::countr_zero(bits))));
+        visit(
+            static_cast<uint32_t>((set.first_word + w) * 64 + static_cast<unsigned>(std::countr_zero(bits))));
   }
 
-  // The set with one slot more or less. The result holds no reference yet: `retain` it before anything is released.
+  // The set with one slot more or less. The result holds no reference yet: `retain` it before anything is
+  // released.
   SetId with(SetId id, uint32_t context, uint32_t slot) { return step(id, context, slot, true); }
   SetId without(SetId id, uint32_t slot) { return step(id, sets_[id].context, slot, false); }
 
   // The set less the slots in `mask` (bit b of mask[w] is slot w * 64 + b).
-  SetId minus(SetId id, std::span<const uint64_t> mask) {
-    if (!intersects(id, mask)) return id;
-    return combine(id, [mask](uint64_t bits, size_t word) { return word < mask.size() ? bits & ~mask[word] : bits; });
-  }
+  SetId minus(SetId id, std::span<const uint64_t> mask) { return intersection_minus(id, id, mask); }
   bool intersects(SetId id, std::span<const uint64_t> mask) const {
     const Set& set = sets_[id];
     for (size_t w = 0; w < set.words.size() && set.first_word + w < mask.size(); ++w)
       if ((set.words[w] & mask[set.first_word + w]) != 0) return true;
     return false;
   }
-  SetId intersection(SetId id, SetId other) {
-    if (id == other) return id;
-    return combine(id, [this, other](uint64_t bits, size_t word) { return bits & word_at(other, word); });
+  SetId intersection_minus(SetId id, SetId other, std::span<const uint64_t> mask) {
+    const Set& set = sets_[id];
+    scratch_.assign(set.words.begin(), set.words.end());
+    for (size_t w = 0; w < scratch_.size(); ++w) {
+      const size_t word = set.first_word + w;
+      scratch_[w] &= word_at(other, word) & ~(word < mask.size() ? mask[word] : 0);
+    }
+    return intern(set.context, set.first_word);
   }
 
   void retain(SetId id, uint32_t count = 1) {
@@ -112,7 +117,8 @@ class HolderSets {
   };
 
   SetId step(SetId id, uint32_t context, uint32_t slot, bool add) {
-    const uint64_t key = (uint64_t{id} << 33) ^ (uint64_t{slot} << 1) ^ (uint64_t{context} << 20) ^ (add ? 1 : 0);
+    const uint64_t key =
+        (uint64_t{id} << 33) ^ (uint64_t{slot} << 1) ^ (uint64_t{context} << 20) ^ (add ? 1 : 0);
     Step& cached = steps_[mix64(key) % steps_.size()];
     if (cached.valid && cached.from == id && cached.slot == slot && cached.added == add &&
         cached.context == context && cached.from_generation == sets_[id].generation &&
@@ -137,14 +143,6 @@ class HolderSets {
     return to;
   }
 
-  template <class Change>
-  SetId combine(SetId id, Change change) {
-    const Set& set = sets_[id];
-    scratch_.assign(set.words.begin(), set.words.end());
-    for (size_t w = 0; w < scratch_.size(); ++w) scratch_[w] = change(scratch_[w], set.first_word + w);
-    return intern(set.context, set.first_word);
-  }
-
   // The number of the set with the content of scratch_, made when it is new.
   SetId intern(uint32_t context, uint32_t first_word) {
     while (!scratch_.empty() && scratch_.back() == 0) scratch_.pop_back();
@@ -155,8 +153,7 @@ class HolderSets {
     first_word += static_cast<uint32_t>(zeros);
     const uint64_t hash = xxh64(reinterpret_cast<const uint8_t*>(scratch_.data()), scratch_.size() * 8,
                                 (uint64_t{context} << 32) | first_word);
-    for (const Content* at = by_content_.find(hash); at != nullptr;
-         at = by_content_.next_equal(const_cast<Content*>(at))) {
+    for (const Content* at = by_content_.find(hash); at != nullptr; at = by_content_.next_equal(at)) {
       const Set& set = sets_[at->id];
       if (set.context == context && set.first_word == first_word && set.words == scratch_) return at->id;
     }

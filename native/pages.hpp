@@ -1,7 +1,9 @@
-// A run of zeroed memory pages that can be resized in place or moved by the kernel without a copy (mremap on Linux).
+// A run of zeroed memory pages that can be resized in place or moved by the kernel without a copy (mremap on
+// Linux).
 //
-// Why not malloc: tables grow by an eighth at a time, and a heap cannot reuse the holes that leaves; a mapping gives
-// every page back the moment it is not needed. Cost: one system call (about 1 us) a resize, 4 KiB at least.
+// Why not malloc: tables grow by an eighth at a time, and a heap cannot reuse the holes that leaves; a
+// mapping gives every page back the moment it is not needed. Cost: one system call (about 1 us) a resize, 4
+// KiB at least.
 #pragma once
 
 #include <sys/mman.h>

@@ -1,19 +1,22 @@
-// An open-addressing hash table of small entries with 64-bit keys that grows, shrinks and is swept in small slices.
+// An open-addressing hash table of small entries with 64-bit keys that grows, shrinks and is swept in small
+// slices.
 //
-// Shape. A directory indexed by the leading bits of the key (extendible hashing: Fagin, Nievergelt, Pippenger and
-// Strong 1979) names segments of at most 128 KiB. Inside a segment entries lie in key order with gaps, each at or after
-// the place that its key is proportional to (ordered linear probing: Amble and Knuth 1974). Equal keys are allowed and
-// lie side by side.
+// Shape. A directory indexed by the leading bits of the key (extendible hashing: Fagin, Nievergelt, Pippenger
+// and Strong 1979) names segments of at most 128 KiB. Inside a segment entries lie in key order with gaps,
+// each at or after the place that its key is proportional to (ordered linear probing: Amble and Knuth 1974).
+// Equal keys are allowed and lie side by side.
 //
 // What that buys.
-//   - A segment grows by an eighth, or splits, on its own: the longest pause is one pass over 128 KiB (about 20 us),
+//   - A segment grows by an eighth, or splits, on its own: the longest pause is one pass over 128 KiB (about
+//   20 us),
 //     and the load stays between 0.75 and 0.85, so a 16-byte entry costs about 20 bytes at any size.
 //   - A miss ends at the first larger key: as cheap as a hit, though the load is high.
 //   - No tombstones: erasing shifts the few entries behind it back.
-//   - The whole table is in key order, so a sweep is resumed from the last key it saw, whatever moved meanwhile.
+//   - The whole table is in key order, so a sweep is resumed from the last key it saw, whatever moved
+//   meanwhile.
 //
-// Keys must be uniform in their leading bits (they are hashes; mix64 those that others choose). Skewed keys stay correct
-// and cost linear time in the length of the cluster.
+// Keys must be uniform in their leading bits (they are hashes; mix64 those that others choose). Skewed keys
+// stay correct and cost linear time in the length of the cluster.
 //
 // An Entry is trivially copyable, all zero when empty, and has `uint64_t key` and `bool empty() const`.
 #pragma once
@@ -62,12 +65,14 @@ class SegmentedTable {
   }
 
   // The next entry with the same key, or nullptr.
-  static Entry* next_equal(Entry* entry) {
-    Entry* next = entry + 1;  // a segment always ends with an empty place
+  template <class Pointer>  // Entry* or const Entry*
+  static Pointer next_equal(Pointer entry) {
+    Pointer next = entry + 1;  // a segment always ends with an empty place
     return !next->empty() && next->key == entry->key ? next : nullptr;
   }
 
-  // The first entry with a key at or behind this one, going round past the end; nullptr when the table is empty.
+  // The first entry with a key at or behind this one, going round past the end; nullptr when the table is
+  // empty.
   Entry* seek(uint64_t key) {
     if (size_ == 0) return nullptr;
     while (true) {
@@ -107,16 +112,18 @@ class SegmentedTable {
     }
   }
 
-  // Removes one entry that `find`, `next_equal` or `insert` returned; pointers into the table are void afterwards.
+  // Removes one entry that `find`, `next_equal` or `insert` returned; pointers into the table are void
+  // afterwards.
   void erase(Entry* entry) {
     const uint32_t index = segment_of(entry->key);
     erase_in(segments_[index], entry);
     if (segments_[index].is_sparse()) shrink(index);
   }
 
-  // Visits entries with key >= cursor in key order, at most about `visits_max` of them. `keep(entry)` may change all
-  // but the key, and returns false to have the entry erased; it must not touch this table otherwise.
-  // Returns the number visited; `cursor` becomes the place to go on from, `done` tells that the end was reached.
+  // Visits entries with key >= cursor in key order, at most about `visits_max` of them. `keep(entry)` may
+  // change all but the key, and returns false to have the entry erased; it must not touch this table
+  // otherwise. Returns the number visited; `cursor` becomes the place to go on from, `done` tells that the
+  // end was reached.
   template <class Keep>
   size_t sweep(uint64_t& cursor, bool& done, size_t visits_max, Keep keep) {
     size_t visits = 0;
@@ -222,7 +229,8 @@ class SegmentedTable {
   void make_room(uint32_t index) {
     Segment& segment = segments_[index];
     const size_t pages = segment.memory.pages();
-    // Skewed keys would deepen the directory without end: past this depth a segment grows instead of splitting.
+    // Skewed keys would deepen the directory without end: past this depth a segment grows instead of
+    // splitting.
     const uint32_t depth_max = static_cast<uint32_t>(std::bit_width(segments_.size())) + 3;
     if (pages >= kSegmentPagesMax && segment.depth < depth_max) return split(index);
     lift(segment);
@@ -277,7 +285,8 @@ class SegmentedTable {
       if (!at->empty()) *to++ = *at;
   }
 
-  // Gives the segment `pages` pages, or more where the keys cluster at its end, and spreads the entries over them.
+  // Gives the segment `pages` pages, or more where the keys cluster at its end, and spreads the entries over
+  // them.
   void lay_out(Segment& segment, const Entry* entries, size_t count, size_t pages) {
     uint32_t tail = 0;
     while (true) {

@@ -1,7 +1,8 @@
 // XXH64 (Yann Collet's specification, doc/xxhash_spec.md of the xxHash project), for inputs of any length.
 //
-// The chain h[i] = XXH64(block i, seed = h[i-1]) is bound by the latency of one hash, about 80 cycles for 64 bytes,
-// which leaves most issue slots free: the index probes its table in that shadow (see prefix_index.hpp).
+// The chain h[i] = XXH64(block i, seed = h[i-1]) is bound by the latency of one hash, about 80 cycles for 64
+// bytes, which leaves most issue slots free: the index probes its table in that shadow (see
+// prefix_index.hpp).
 #pragma once
 
 #include <bit>
@@ -32,9 +33,7 @@ inline uint64_t round(uint64_t lane, uint64_t input) {
   return std::rotl(lane + input * kPrime2, 31) * kPrime1;
 }
 
-inline uint64_t merge(uint64_t hash, uint64_t lane) {
-  return (hash ^ round(0, lane)) * kPrime1 + kPrime4;
-}
+inline uint64_t merge(uint64_t hash, uint64_t lane) { return (hash ^ round(0, lane)) * kPrime1 + kPrime4; }
 
 }  // namespace xxh64_detail
 
@@ -48,7 +47,8 @@ inline uint64_t xxh64(const uint8_t* input, size_t length, uint64_t seed) {
       for (int lane = 0; lane < 4; ++lane) lanes[lane] = round(lanes[lane], load<uint64_t>(input + 8 * lane));
       input += 32;
     } while (end - input >= 32);
-    hash = std::rotl(lanes[0], 1) + std::rotl(lanes[1], 7) + std::rotl(lanes[2], 12) + std::rotl(lanes[3], 18);
+    hash =
+        std::rotl(lanes[0], 1) + std::rotl(lanes[1], 7) + std::rotl(lanes[2], 12) + std::rotl(lanes[3], 18);
     for (uint64_t lane : lanes) hash = merge(hash, lane);
   } else {
     hash = seed + kPrime5;
@@ -66,7 +66,8 @@ inline uint64_t xxh64(const uint8_t* input, size_t length, uint64_t seed) {
   return hash ^ (hash >> 32);
 }
 
-// A bijection of 64 bits (the finaliser of MurmurHash3): spreads keys that others chose, such as engine hashes.
+// A bijection of 64 bits (the finaliser of MurmurHash3): spreads keys that others chose, such as engine
+// hashes.
 inline uint64_t mix64(uint64_t key) {
   key = (key ^ (key >> 33)) * 0xFF51AFD7ED558CCDu;
   key = (key ^ (key >> 33)) * 0xC4CEB9FE1A85EC53u;

@@ -5,9 +5,23 @@ Meaning and errors of every call are in the contract at the top of app/index/pre
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
-from app.index.prefix_index import ContextInfo, Depths, IndexStats, RemoveResult, StoreResult, SweepResult
+from app.index.prefix_index import (
+    TICK_MS,
+    ContextInfo,
+    Depths,
+    IndexStats,
+    RemoveResult,
+    StoreResult,
+    SweepResult,
+)
+
+
+def ticks(seconds: float) -> int:
+    """A length of time in the index's ticks, rounded up."""
+    return math.ceil(seconds * 1000 / TICK_MS)
 
 
 class Index(Protocol):

@@ -30,7 +30,11 @@ from app.pods import SourceState
 
 logger = logging.getLogger(__name__)
 
-Decode = Callable[[bytes], EventBatch]
+
+class Decode(Protocol):
+    """The codec's `decode_batch`; raises UnreadableBatch."""
+
+    def __call__(self, payload: bytes, *, block_size: int | None = None) -> EventBatch: ...
 
 
 class Writer(Protocol):
@@ -60,6 +64,7 @@ class Stream:
     dp_rank: int
     endpoint: str
     replay_endpoint: str | None
+    block_size: int | None = None  # as the pod was registered with
     followed: bool = True  # once false, what is still queued for it is dropped
     lost: bool = False  # batches were lost, and nothing has made up for them since
     state: SourceState = SourceState.DOWN  # of the stream alone; with `lost` it makes the source's state
@@ -201,7 +206,7 @@ class Feed:
 
     def _apply(self, stream: Stream, delivery: Deliver) -> None:
         try:
-            batch = self._decode(delivery.payload)
+            batch = self._decode(delivery.payload, block_size=stream.block_size)
         except UnreadableBatch as error:
             self.counters.batches_unreadable += 1
             # An empty batch in its place: its number has been seen, its content is lost.

@@ -28,11 +28,11 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from app.endpoints import Endpoint
-from app.errors import InvalidInput
+from app.errors import UnreadableBatch
 from app.ingest.actions import Action, Report, RequestReplay, Reset, StopReplay
 from app.ingest.feed import Feed, Stream
-from app.ingest.frames import END_OF_REPLAY, parse_live, parse_replay, replay_request
 from app.ingest.sequence import SequenceCounters, SequenceLimits, SequenceTracker
+from app.ingest.vllm import END_SEQ, build_replay_request, parse_live, parse_replay_reply
 from app.ingest.window import HoldBudget
 from app.pods import SourceState
 
@@ -297,12 +297,15 @@ class Receiver:
             self.counters.messages += 1
             try:
                 if item is subscription.live:
-                    seq, payload = parse_live(frames)
-                    self.counters.message_bytes += len(payload)
-                    self._perform(subscription, subscription.tracker.on_live(seq, payload, now), now)
+                    message = parse_live(frames)
+                    if message.seq == END_SEQ:
+                        raise UnreadableBatch("the number that ends a replay came on the live stream")
+                    self.counters.message_bytes += len(message.payload)
+                    actions = subscription.tracker.on_live(message.seq, message.payload, now)
+                    self._perform(subscription, actions, now)
                 else:
                     self._read_reply(subscription, frames, now)
-            except InvalidInput as error:
+            except UnreadableBatch as error:
                 self.counters.messages_malformed += 1
                 logger.warning(
                     "%s rank %d: message dropped: %s",
@@ -312,13 +315,15 @@ class Receiver:
                 )
 
     def _read_reply(self, subscription: _Subscription, frames: list[bytes], now: float) -> None:
-        seq, payload = parse_replay(frames)
-        self.counters.message_bytes += len(payload)
-        if seq == END_OF_REPLAY:
+        message = parse_replay_reply(frames)
+        self.counters.message_bytes += len(message.payload)
+        if message.seq == END_SEQ:
             self._stop_replay(subscription, now)
             self._perform(subscription, subscription.tracker.on_replay_end(now), now)
         else:
-            self._perform(subscription, subscription.tracker.on_replay(seq, payload, now), now)
+            self._perform(
+                subscription, subscription.tracker.on_replay(message.seq, message.payload, now), now
+            )
 
     def _read_monitor(self, subscription: _Subscription, now: float) -> None:
         while subscription.monitor is not None:
@@ -378,7 +383,7 @@ class Receiver:
                 self._register(dealer, subscription)
                 dealer.set(zmq.RCVHWM, self._limits.replay_queue_messages_max)
                 dealer.connect(str(subscription.replay))
-                dealer.send_multipart(replay_request(start_seq), zmq.NOBLOCK)
+                dealer.send_multipart(build_replay_request(start_seq), zmq.NOBLOCK)
             except zmq.ZMQError as error:
                 # Its tracker finds no reply within the timeout and does what a silent endpoint deserves.
                 self.counters.open_failures += 1

@@ -192,6 +192,9 @@ class SequenceTracker:
         if replay.purpose is _Purpose.HEAL:
             self._silent = False
             self._probe_at_s = now
+            if self._last is None:  # nothing delivered, nothing in the buffer: nothing was lost
+                self._reset(restarted=False, cause="the replay endpoint answers again: nothing was published")
+                self._go_live(now)
         elif not replay.anchored and self._last is not None:
             self._last_is_absent(now)
         elif self._phase is _Phase.LIVE:
@@ -293,7 +296,9 @@ class SequenceTracker:
         """The request began at the last batch delivered: a later reply means that the buffer rolled over."""
         last = self._last
         if last is not None and seq != last and self._unverified:
-            self._reset(restarted=True, cause=f"reconnected, and batch {last} is no longer there to compare with")
+            self._reset(
+                restarted=True, cause=f"reconnected, and batch {last} is no longer there to compare with"
+            )
         elif last is not None and seq == last + 1:
             # In number nothing is missing, but these may be the numbers of another incarnation.
             cause = f"batch {last} is no longer there to compare with"

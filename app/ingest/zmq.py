@@ -14,11 +14,12 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
 
-from app.endpoints import rank_endpoints
+from app.endpoints import Endpoint, rank_endpoints
 from app.errors import InvalidInput
 from app.ingest.feed import Decode, Feed, QueueLimits, Stream, Writer
 from app.ingest.receiver import FollowedPod, Receiver, SocketLimits
 from app.ingest.sequence import SequenceLimits
+from app.ingest.vllm import decode_batch
 from app.pods import PodSpec, SourceState
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,13 @@ class ZmqSettings:
 class ZmqIngest:
     """A PodListener. All calls are made from the event loop's thread; `stop` blocks for milliseconds."""
 
-    def __init__(self, writer: Writer, decode: Decode, settings: ZmqSettings | None = None) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        settings: ZmqSettings | None = None,
+        *,
+        decode: Decode = decode_batch,
+    ) -> None:
         self._writer = writer
         self._decode = decode
         self._settings = settings or ZmqSettings()
@@ -80,11 +87,7 @@ class ZmqIngest:
                 self._writer.set_source_state(spec.name, rank, SourceState.DOWN, cause=str(error))
             return
         streams = tuple(
-            (
-                Stream(spec.name, rank, str(publisher), None if replay is None else str(replay)),
-                publisher,
-                replay,
-            )
+            (_stream(spec, rank, publisher, replay), publisher, replay)
             for rank, (publisher, replay) in enumerate(ranks)
         )
         self._specs[spec.name] = spec
@@ -151,3 +154,13 @@ class ZmqIngest:
     def _resume_reading(self) -> None:
         if self._receiver is not None:
             self._receiver.wake()
+
+
+def _stream(spec: PodSpec, dp_rank: int, publisher: Endpoint, replay: Endpoint | None) -> Stream:
+    return Stream(
+        spec.name,
+        dp_rank,
+        str(publisher),
+        None if replay is None else str(replay),
+        block_size=spec.block_size,
+    )

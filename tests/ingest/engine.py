@@ -68,8 +68,7 @@ class Bench:
     def replays(self) -> int:
         return sum(report.replays for report in self.reports)
 
-    @property
-    def trusted(self) -> bool:
+    def is_trusted(self) -> bool:
         return self.state is SourceState.LIVE and not self.lost
 
     def run(self, actions: list[Action]) -> None:
@@ -116,9 +115,9 @@ class Bench:
 
     def serve(self, replies: list[tuple[int, bytes]], *, end: bool = True) -> None:
         for seq, payload in replies:
-            request = self.request
+            requests = len(self.requests)
             self.run(self.tracker.on_replay(seq, payload, self.now))
-            if self.request is None or self.request != request:
+            if self.request is None or len(self.requests) != requests:
                 return  # the socket of this replay is closed
         if end:
             self.request = None

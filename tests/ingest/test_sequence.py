@@ -12,7 +12,7 @@ def connected(batches: int = 3, **arguments: object) -> Bench:
     bench.connect()
     bench.answer()
     bench.publish(batches)
-    assert bench.trusted
+    assert bench.is_trusted()
     assert bench.delivered == bench.engine.batches
     return bench
 
@@ -27,7 +27,7 @@ def test_first_contact_replays_what_was_published_before() -> None:
     assert bench.delivered == [], "live batches wait for those before them"
     bench.answer()
     assert bench.delivered == bench.engine.batches
-    assert bench.trusted
+    assert bench.is_trusted()
     assert (bench.gaps, bench.replays) == (0, 1)
 
 
@@ -35,7 +35,7 @@ def test_an_engine_that_published_nothing_is_live_at_once() -> None:
     bench = Bench()
     bench.connect()
     bench.answer()
-    assert bench.trusted
+    assert bench.is_trusted()
 
 
 def test_a_rolled_over_buffer_is_a_loss() -> None:
@@ -57,7 +57,7 @@ def test_a_gap_is_replayed_and_the_overlap_dropped() -> None:
     assert bench.request == 2, "from the last batch, so that a restart shows"
     bench.answer()
     assert bench.delivered == bench.engine.batches
-    assert bench.trusted
+    assert bench.is_trusted()
     assert (bench.gaps, bench.replays) == (1, 2)
 
 
@@ -66,7 +66,7 @@ def test_a_replay_that_meets_the_live_stream_is_not_waited_for() -> None:
     bench.publish(1, lost=True)
     bench.publish(1)
     bench.serve(bench.engine.replay(2), end=False)
-    assert bench.trusted
+    assert bench.is_trusted()
     assert bench.request is None
 
 
@@ -84,7 +84,7 @@ def test_a_truncated_replay_is_resumed_where_it_stopped() -> None:
     assert bench.request == 4
     bench.answer()
     assert bench.delivered == bench.engine.batches
-    assert bench.trusted
+    assert bench.is_trusted()
     assert bench.replays == 3
 
 
@@ -98,7 +98,7 @@ def test_replies_dropped_in_the_middle_of_a_replay_are_asked_again() -> None:
     assert bench.request == 1
     bench.answer()
     assert bench.delivered == bench.engine.batches
-    assert bench.trusted
+    assert bench.is_trusted()
 
 
 def test_a_gap_that_replay_cannot_fill_is_given_up_after_the_last_attempt() -> None:
@@ -137,7 +137,7 @@ def test_a_silent_replay_socket_is_given_up_and_healed_when_it_answers() -> None
     bench.answer()
     assert [reset.restarted for reset in bench.resets] == [False]
     assert bench.delivered == bench.engine.batches
-    assert bench.trusted
+    assert bench.is_trusted()
 
 
 def test_healing_is_not_tried_when_the_first_batches_are_gone() -> None:
@@ -184,7 +184,7 @@ def test_doubled_frames_that_found_no_room_to_be_held_are_no_restart() -> None:
     bench.settle()
     assert bench.delivered == bench.engine.batches
     assert bench.resets == []
-    assert bench.trusted
+    assert bench.is_trusted()
 
 
 def test_a_restart_in_place_resets_and_replays_from_zero() -> None:
@@ -196,7 +196,7 @@ def test_a_restart_in_place_resets_and_replays_from_zero() -> None:
     assert bench.request == 0
     bench.answer()
     assert bench.delivered == bench.engine.batches
-    assert bench.trusted
+    assert bench.is_trusted()
 
 
 def test_a_restart_hidden_behind_higher_numbers_is_seen_in_the_replay() -> None:
@@ -209,7 +209,7 @@ def test_a_restart_hidden_behind_higher_numbers_is_seen_in_the_replay() -> None:
     assert [reset.restarted for reset in bench.resets] == [True]
     bench.settle()
     assert bench.delivered == bench.engine.batches
-    assert bench.trusted
+    assert bench.is_trusted()
 
 
 def test_a_restart_while_disconnected_is_seen_although_the_numbers_fit() -> None:
@@ -224,7 +224,7 @@ def test_a_restart_while_disconnected_is_seen_although_the_numbers_fit() -> None
     bench.settle()
     assert [reset.restarted for reset in bench.resets] == [True]
     assert bench.delivered == bench.engine.batches
-    assert bench.trusted
+    assert bench.is_trusted()
 
 
 def test_a_restarted_engine_that_has_published_nothing_is_seen_on_reconnect() -> None:
@@ -235,7 +235,7 @@ def test_a_restarted_engine_that_has_published_nothing_is_seen_on_reconnect() ->
     bench.settle()
     assert bench.delivered == []
     assert [reset.restarted for reset in bench.resets] == [True]
-    assert bench.trusted
+    assert bench.is_trusted()
 
 
 def test_a_blip_of_the_connection_loses_and_resets_nothing() -> None:
@@ -246,7 +246,7 @@ def test_a_blip_of_the_connection_loses_and_resets_nothing() -> None:
     bench.answer()
     assert bench.delivered == bench.engine.batches
     assert bench.resets == []
-    assert bench.trusted
+    assert bench.is_trusted()
 
 
 def test_a_picture_that_cannot_be_verified_after_a_reconnect_is_dropped() -> None:
@@ -273,7 +273,7 @@ def test_a_disconnect_past_the_deadline_resets_once() -> None:
     bench.connect()
     bench.answer()
     assert bench.delivered == bench.engine.batches
-    assert bench.trusted
+    assert bench.is_trusted()
 
 
 def test_a_lost_tail_is_found_without_another_live_batch() -> None:
@@ -283,7 +283,7 @@ def test_a_lost_tail_is_found_without_another_live_batch() -> None:
     assert bench.request == 2
     bench.answer()
     assert bench.delivered == bench.engine.batches
-    assert bench.trusted
+    assert bench.is_trusted()
     assert bench.gaps == 1
 
 
@@ -302,7 +302,7 @@ def test_without_a_replay_endpoint_the_first_number_decides() -> None:
     whole.connect()
     assert whole.state is SourceState.CATCHING_UP
     whole.publish(2)
-    assert whole.trusted
+    assert whole.is_trusted()
     late = Bench(replay_endpoint=False)
     late.publish(3, lost=True)
     late.connect()
@@ -324,7 +324,7 @@ def test_without_a_replay_endpoint_a_gap_is_lost_and_a_restart_heals() -> None:
     bench.publish(2)
     assert [reset.restarted for reset in bench.resets] == [True]
     assert bench.delivered == bench.engine.batches
-    assert bench.trusted
+    assert bench.is_trusted()
 
 
 def test_without_a_replay_endpoint_the_next_number_proves_a_reconnect() -> None:
@@ -333,9 +333,9 @@ def test_without_a_replay_endpoint_the_next_number_proves_a_reconnect() -> None:
     bench.publish(3)
     bench.disconnect()
     bench.connect()
-    assert not bench.trusted
+    assert not bench.is_trusted()
     bench.publish(1)
-    assert bench.trusted
+    assert bench.is_trusted()
     assert bench.delivered == bench.engine.batches
 
 
@@ -350,7 +350,7 @@ def test_frames_that_outrun_the_news_of_their_connection_are_held() -> None:
     late.publish(2)
     late.connect()
     assert late.delivered == late.engine.batches
-    assert late.trusted
+    assert late.is_trusted()
 
 
 def test_live_batches_that_lag_behind_the_replay_are_no_restart() -> None:
@@ -376,7 +376,7 @@ def test_replays_of_a_flapping_stream_are_spaced_out() -> None:
     bench.wait(LIMITS.restart_interval_s)
     bench.settle()
     assert bench.delivered == bench.engine.batches
-    assert bench.trusted
+    assert bench.is_trusted()
 
 
 def test_held_bytes_are_given_back() -> None:

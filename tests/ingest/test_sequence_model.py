@@ -33,7 +33,10 @@ class TrackedSource(RuleBasedStateMachine):
     )
     def begin(self, buffer_batches: int, before: int, held_bytes_max: int, endpoint: bool) -> None:
         self.bench = Bench(
-            SimulatedEngine(buffer_batches), limits=LIMITS, held_bytes_max=held_bytes_max, replay_endpoint=endpoint
+            SimulatedEngine(buffer_batches),
+            limits=LIMITS,
+            held_bytes_max=held_bytes_max,
+            replay_endpoint=endpoint,
         )
         self.endpoint = endpoint
         self.excused = buffer_batches < 1_000 or not endpoint
@@ -50,7 +53,7 @@ class TrackedSource(RuleBasedStateMachine):
 
     @rule()
     def restart_in_place(self) -> None:
-        self.bench.engine.restart()
+        self.restart()
 
     @rule(restarted=st.booleans())
     def disconnect(self, restarted: bool) -> None:
@@ -58,7 +61,7 @@ class TrackedSource(RuleBasedStateMachine):
             self.connected = False
             self.bench.disconnect()
         if restarted:
-            self.bench.engine.restart()
+            self.restart()
 
     @rule()
     def connect(self) -> None:
@@ -115,12 +118,22 @@ class TrackedSource(RuleBasedStateMachine):
             self.check_truth()
         else:
             assert self.excused, "nothing was lost that a replay could not have brought"
-            bench.engine.restart()
-            bench.publish(1)
-            bench.settle()
-            assert not bench.lost, "a restart heals"
-            self.check_truth()
+            self.check_restart_heals()
         assert bench.budget.used_bytes == 0
+
+    def restart(self) -> None:
+        self.bench.engine.restart()
+        if not self.endpoint:
+            # Numbers that go on where the old ones ended cannot be told from those without a replay.
+            self.connect()
+            self.publish(1, "none")
+
+    def check_restart_heals(self) -> None:
+        self.bench.engine.restart()
+        self.bench.publish(1)
+        self.bench.settle()
+        assert not self.bench.lost
+        self.check_truth()
 
     def check_truth(self) -> None:
         assert self.bench.delivered == self.bench.engine.batches

@@ -1,0 +1,198 @@
+"""Questions to the index: how much of a prompt each source has, and the hashes to ask with.
+
+A model can have contexts of several block sizes; a query asks them all and app/scoring.py merges the answers.
+Where a block size is not given, it is the smallest one known of (model, lora): the size of its contexts, or
+else of the registered pods of the model, or else `block_size_default`. Hashes are chained from a seed that
+has the block size in it, so hashes of one size are unknown in every other, and a query by hashes asks one
+context only. `match`, `prefix_hashes` and `add_speculative` choose alike, so what one of them says the others
+understand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from app.config import Settings
+from app.errors import InvalidInput, LimitExceeded
+from app.index.interface import Index, ticks
+from app.index.prefix_index import ContextInfo, Depths
+from app.registry import Registry
+from app.scoring import MatchRow, build_row, merge_depths, rank_rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MatchQuery:
+    """Exactly one of `token_ids` (uint32, little-endian) and `prefix_hashes` (uint64, little-endian) is set.
+
+    `extra_keys` are canonical encodings, one a block (fewer are padded with none).
+    """
+
+    model: str
+    lora: str | None = None
+    token_ids: bytes | None = None
+    prefix_hashes: bytes | None = None
+    extra_keys: tuple[bytes, ...] | None = None
+    block_size: int | None = None
+    pods: frozenset[str] | None = None
+    include_hashes: bool = False
+
+
+class MatchResult(msgspec.Struct, frozen=True):
+    model: str
+    lora: str | None
+    block_size: int
+    tokens: int
+    blocks: int
+    matches: tuple[MatchRow, ...]  # best first
+    prefix_hashes: bytes | None  # uint64, little-endian
+
+
+class Queries:
+    """Part of the service: `now` gives the index's ticks, `clock` seconds.
+
+    Counted since the start: `matches`, those of them with a confirmed block (`matches_hit`), the tokens of
+    their prompts (`tokens_asked`), and those that the best source holds (`tokens_matched`).
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        index: Index,
+        registry: Registry,
+        *,
+        clock: Callable[[], float],
+        now: Callable[[], int],
+    ) -> None:
+        self.matches = 0
+        self.matches_hit = 0
+        self.tokens_asked = 0
+        self.tokens_matched = 0
+        self._settings = settings
+        self._index = index
+        self._registry = registry
+        self._clock = clock
+        self._now = now
+
+    def match(self, query: MatchQuery) -> MatchResult:
+        """Raises InvalidInput for buffers that do not fit."""
+        count = _check_buffers(query)
+        contexts = self._index.find_contexts(query.model, query.lora)
+        if query.block_size is not None:
+            contexts = [context for context in contexts if context.block_size == query.block_size]
+        unit = self._unit(query.model, query.block_size, contexts)
+        tokens = count * unit if query.token_ids is None else count
+        reaches = merge_depths(self._depths(query, contexts, unit))
+        now_s = self._clock()
+        rows = []
+        for index_id, reach in reaches.items():
+            source = self._registry.by_index_id(index_id)
+            assert source is not None, "the index answers for sources of the registry only"
+            if query.pods is None or source.pod in query.pods:
+                rows.append(build_row(source, reach, unit=unit, tokens=tokens, now_s=now_s))
+        ranked = rank_rows(rows)
+        self.matches += 1
+        self.tokens_asked += tokens
+        if ranked and ranked[0].matched_blocks:
+            self.matches_hit += 1
+            self.tokens_matched += ranked[0].matched_tokens
+        hashes = None
+        if query.include_hashes:
+            hashes = query.prefix_hashes
+            if query.token_ids is not None:
+                hashes = self._index.prefix_hashes(
+                    query.model, query.lora, unit, query.token_ids, query.extra_keys
+                )
+        return MatchResult(query.model, query.lora, unit, tokens, tokens // unit, ranked, hashes)
+
+    def prefix_hashes(
+        self,
+        model: str,
+        lora: str | None,
+        token_ids: bytes,
+        extra_keys: tuple[bytes, ...] | None,
+        block_size: int | None,
+    ) -> bytes:
+        """uint64, little-endian, one a full block of `unit(model, lora, block_size)` tokens."""
+        return self._index.prefix_hashes(
+            model, lora, self.unit(model, lora, block_size), token_ids, extra_keys
+        )
+
+    def unit(self, model: str, lora: str | None, block_size: int | None) -> int:
+        """Tokens a block that an answer counts in: what is given, else the smallest size known."""
+        return self._unit(model, block_size, self._index.find_contexts(model, lora))
+
+    def add_speculative(
+        self,
+        pod: str,
+        dp_rank: int,
+        model: str,
+        lora: str | None,
+        prefix_hashes: bytes,
+        ttl_s: float,
+        block_size: int | None,
+    ) -> int:
+        """A router says that it sent these blocks to a rank. Returns how many are marked (held ones are not).
+
+        Raises UnknownPod; InvalidInput for another model than the pod's; LimitExceeded
+        (`speculative_ttl_s_max`).
+        """
+        found = self._registry.find(pod)
+        self._registry.check_model(found, model)
+        if not ttl_s > 0:
+            raise InvalidInput(f"ttl_s {ttl_s} is not positive", field="ttl_s")
+        if ttl_s > self._settings.speculative_ttl_s_max:
+            bound = f"speculative_ttl_s_max = {self._settings.speculative_ttl_s_max}"
+            raise LimitExceeded(f"ttl_s {ttl_s} is longer than {bound}", bound="speculative_ttl_s_max")
+        source = self._registry.source(pod, dp_rank)
+        now = self._now()
+        context = self._index.context(model, lora, self.unit(model, lora, block_size), now)
+        return self._index.add_speculative(context, source.index_id, prefix_hashes, ticks(ttl_s), now)
+
+    def _unit(self, model: str, block_size: int | None, known: list[ContextInfo]) -> int:
+        if block_size is not None:
+            if block_size < 1:
+                raise InvalidInput(f"block_size {block_size} is not positive", field="block_size")
+            return block_size
+        if known:
+            return min(context.block_size for context in known)
+        pods = [pod for pod in self._registry.pods.values() if pod.spec.model == model]
+        sizes = [size for pod in pods for source in pod.sources.values() if (size := source.block_size)]
+        return min(sizes, default=self._settings.block_size_default)
+
+    def _depths(
+        self, query: MatchQuery, contexts: list[ContextInfo], unit: int
+    ) -> Iterator[tuple[int, list[Depths]]]:
+        """The answer of each context that the query can be asked of, beside its block size."""
+        now = self._now()
+        for context in contexts:
+            size = context.block_size
+            if query.prefix_hashes is not None:
+                if size == unit:
+                    yield size, self._index.match_hashes(context.id, query.prefix_hashes, now)
+            elif query.token_ids is not None:
+                keys = query.extra_keys
+                if keys is not None and size != unit:
+                    # Keys are given for blocks of `unit` tokens: only the first block's (a salt) are the same
+                    # for the first block of another size.
+                    if any(keys[1:]):
+                        continue
+                    keys = keys[:1]
+                yield size, self._index.match_tokens(context.id, query.token_ids, keys, now)
+
+
+def _check_buffers(query: MatchQuery) -> int:
+    """Tokens, or prefix hashes, of the query."""
+    assert (query.token_ids is None) != (query.prefix_hashes is None), (
+        "a query has tokens or hashes, and not both"
+    )
+    if query.token_ids is not None:
+        if len(query.token_ids) % 4:
+            raise InvalidInput("token_ids must be whole uint32 values", field="token_ids")
+        return len(query.token_ids) // 4
+    assert query.prefix_hashes is not None
+    if len(query.prefix_hashes) % 8:
+        raise InvalidInput("prefix_hashes must be whole uint64 values", field="prefix_hashes")
+    return len(query.prefix_hashes) // 8

@@ -1,0 +1,208 @@
+// One context of the index, (model, LoRA adapter, block size), and what its tables hold.
+//
+// A slot is one (source, tier, group): a bit in the context's holder sets. Clearing a slot retires it: its
+// bit goes into `dead`, which masks it everywhere at once, and is used again only when a sweep has removed
+// every trace of it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "holder_sets.hpp"
+#include "segmented_table.hpp"
+
+namespace kvindexer {
+
+using Tick = uint32_t;
+inline constexpr size_t kTiers = 4;
+
+struct Place {  // where blocks lie, without the context
+  uint32_t source;
+  uint32_t tier;
+  uint32_t group;
+  bool operator==(const Place&) const = default;
+};
+
+struct PrefixEntry {
+  uint64_t key;  // the prefix hash
+  SetId holders;
+  Tick last_seen;
+  bool empty() const { return holders == kEmptySet; }
+  bool is_expired(Tick now, Tick ttl) const { return ttl != 0 && now - last_seen >= ttl; }
+};
+
+struct Mark {    // a source is expected to hold a prefix soon
+  uint64_t key;  // the prefix hash
+  uint32_t local;
+  Tick deadline;  // never 0
+  uint64_t epoch;
+  bool empty() const { return deadline == 0; }
+};
+
+struct Surplus {  // copies or names of a slot beyond the first
+  uint64_t key;
+  uint32_t context;
+  uint32_t slot;
+  uint64_t count;
+  bool empty() const { return count == 0; }
+};
+
+// Counts that are nearly always 0, so only the others are kept.
+class SurplusTable {
+ public:
+  uint64_t get(uint64_t key, uint32_t context, uint32_t slot) {
+    const Surplus* found = find(key, context, slot);
+    return found == nullptr ? 0 : found->count;
+  }
+  void set(uint64_t key, uint32_t context, uint32_t slot, uint64_t count) {
+    Surplus* found = find(key, context, slot);
+    if (found == nullptr) {
+      if (count != 0) table_.insert(Surplus{key, context, slot, count});
+    } else if (count == 0) {
+      table_.erase(found);
+    } else {
+      found->count = count;
+    }
+  }
+  bool is_empty() const { return table_.size() == 0; }
+  SegmentedTable<Surplus>& table() { return table_; }
+  const SegmentedTable<Surplus>& table() const { return table_; }
+
+ private:
+  Surplus* find(uint64_t key, uint32_t context, uint32_t slot) {
+    if (is_empty()) return nullptr;
+    for (Surplus* at = table_.find(key); at != nullptr; at = table_.next_equal(at))
+      if (at->context == context && at->slot == slot) return at;
+    return nullptr;
+  }
+
+  SegmentedTable<Surplus> table_;
+};
+
+struct Slot {
+  uint32_t local = 0;  // index in Context::sources
+  uint32_t tier = 0;
+  uint32_t group = 0;
+  bool live = false;
+  uint64_t blocks = 0;
+  uint64_t retired_in = 0;  // number of the sweep pass
+};
+
+struct LocalSource {
+  uint32_t source = 0;
+  bool live = false;
+  uint64_t mark_epoch = 0;      // marks of earlier epochs are dead
+  std::vector<uint32_t> slots;  // live ones
+};
+
+struct Context {
+  uint32_t id = 0;
+  uint64_t seed = 0;
+  size_t block_bytes = 0;  // of a block's token ids
+  uint64_t last_used = 0;
+  SegmentedTable<PrefixEntry> prefixes;
+  SegmentedTable<Mark> marks;
+  std::vector<Slot> slots;
+  std::vector<uint32_t> free_slots;
+  std::vector<uint32_t> retired_slots;
+  std::vector<uint64_t> dead;  // bit per retired slot
+  std::vector<LocalSource> sources;
+  std::vector<uint32_t> free_sources;
+  std::unordered_map<uint32_t, uint32_t> source_at;  // source -> index in sources
+  uint64_t evict_cursor = 0;
+  Tick evict_up_to = 0;   // entries not seen since are evicted ...
+  size_t evict_left = 0;  // ... until so many are gone
+
+  const LocalSource* find_source(uint32_t source) const {
+    const auto found = source_at.find(source);
+    return found == source_at.end() ? nullptr : &sources[found->second];
+  }
+
+  // The source must be new here.
+  uint32_t add_source(uint32_t source) {
+    uint32_t local;
+    if (free_sources.empty()) {
+      local = static_cast<uint32_t>(sources.size());
+      sources.emplace_back();
+    } else {
+      local = free_sources.back();
+      free_sources.pop_back();
+    }
+    sources[local].source = source;
+    sources[local].live = true;
+    ++sources[local].mark_epoch;
+    source_at.emplace(source, local);
+    return local;
+  }
+
+  // The source's slots must have been retired.
+  void drop_source(uint32_t source) {
+    const uint32_t local = source_at.at(source);
+    sources[local].live = false;
+    free_sources.push_back(local);
+    source_at.erase(source);
+  }
+
+  std::optional<uint32_t> find_slot(const Place& place) const {
+    const LocalSource* source = find_source(place.source);
+    if (source == nullptr) return std::nullopt;
+    for (const uint32_t slot : source->slots)
+      if (slots[slot].tier == place.tier && slots[slot].group == place.group) return slot;
+    return std::nullopt;
+  }
+
+  uint32_t add_slot(uint32_t local, const Place& place) {
+    uint32_t number;
+    if (free_slots.empty()) {
+      number = static_cast<uint32_t>(slots.size());
+      slots.emplace_back();
+      if (dead.size() * 64 <= number) dead.push_back(0);
+    } else {
+      number = free_slots.back();
+      free_slots.pop_back();
+    }
+    slots[number] = Slot{local, place.tier, place.group, true, 0, 0};
+    sources[local].slots.push_back(number);
+    return number;
+  }
+
+  // Takes the slot out of use; the caller takes it off its source's list.
+  void retire(uint32_t number, uint64_t pass) {
+    slots[number].live = false;
+    slots[number].retired_in = pass;
+    dead[number / 64] |= uint64_t{1} << (number % 64);
+    retired_slots.push_back(number);
+  }
+
+  // Frees the bits of the slots that were retired before `pass` began.
+  void reclaim(uint64_t pass) {
+    std::erase_if(retired_slots, [&](uint32_t number) {
+      if (slots[number].retired_in >= pass) return false;
+      dead[number / 64] &= ~(uint64_t{1} << (number % 64));
+      free_slots.push_back(number);
+      return true;
+    });
+  }
+
+  PrefixEntry* find_live(uint64_t prefix, Tick now, Tick ttl) {
+    PrefixEntry* entry = prefixes.find(prefix);
+    return entry != nullptr && !entry->is_expired(now, ttl) ? entry : nullptr;
+  }
+  bool is_held_by(const HolderSets& sets, const PrefixEntry& entry, const LocalSource& source) const {
+    return std::any_of(source.slots.begin(), source.slots.end(),
+                       [&](uint32_t slot) { return sets.contains(entry.holders, slot); });
+  }
+  bool is_live(const Mark& mark, Tick now) const {
+    return mark.deadline > now && mark.epoch == sources[mark.local].mark_epoch;
+  }
+  Mark* find_mark(uint64_t prefix, uint32_t local) {
+    for (Mark* mark = marks.find(prefix); mark != nullptr; mark = marks.next_equal(mark))
+      if (mark->local == local) return mark;
+    return nullptr;
+  }
+};
+
+}  // namespace kvindexer

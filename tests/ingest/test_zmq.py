@@ -1,0 +1,604 @@
+"""ZmqIngest over real sockets: whatever an engine or the network does, the writer gets the engine's stream or is told."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from app.errors import UnknownPod
+from app.events import EventBatch
+from app.ingest.feed import QueueLimits
+from app.ingest.receiver import SocketLimits
+from app.ingest.sequence import SequenceLimits
+from app.ingest.vllm import decode_batch
+from app.ingest.zmq import ZmqIngest, ZmqSettings
+from app.pods import PodSpec, SourceState
+from tests.ingest.publisher import Publisher, payload_of
+
+DEADLINE_S = 30.0
+SEQUENCE = SequenceLimits(
+    replay_timeout_s=1.0, retry_delay_s=0.05, restart_interval_s=0.05, settle_s=0.1, probe_interval_s=0.3
+)
+SOCKETS = SocketLimits(
+    reconnect_interval_s=0.02, reconnect_interval_s_max=0.1, reopen_interval_s=0.1, tick_interval_s=0.02
+)
+SETTINGS = ZmqSettings(sequence=SEQUENCE, sockets=SOCKETS)
+
+
+@dataclasses.dataclass
+class Entry:
+    """What the writer was told of one source."""
+
+    seqs: list[int] = dataclasses.field(default_factory=list)  # since the last reset
+    batches: list[EventBatch] = dataclasses.field(default_factory=list)
+    resets: list[bool] = dataclasses.field(default_factory=list)
+    states: list[SourceState] = dataclasses.field(default_factory=list)
+    cause: str = ""
+    gaps: int = 0
+    replays: int = 0
+
+
+class Ledger:
+    """A writer that keeps the ordered log of each source, and refuses what a service would refuse."""
+
+    def __init__(self) -> None:
+        self.sources: dict[tuple[str, int], Entry] = {}
+        self.refused_pods: set[str] = set()
+        self.thread = threading.get_ident()
+
+    def entry(self, pod: str = "pod", dp_rank: int = 0) -> Entry:
+        assert threading.get_ident() == self.thread, "the writer is called on the loop's thread"
+        return self.sources.setdefault((pod, dp_rank), Entry())
+
+    def apply(self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None) -> None:
+        if pod in self.refused_pods:
+            raise UnknownPod(pod)
+        entry = self.entry(pod, dp_rank)
+        assert seq is not None
+        assert not entry.seqs or seq > entry.seqs[-1], "numbers ascend between two resets"
+        entry.seqs.append(seq)
+        entry.batches.append(batch)
+
+    def reset_source(self, pod: str, dp_rank: int, *, restarted: bool) -> None:
+        entry = self.entry(pod, dp_rank)
+        entry.seqs, entry.batches = [], []
+        entry.resets.append(restarted)
+
+    def set_source_state(
+        self, pod: str, dp_rank: int, state: SourceState, *, gaps: int = 0, replays: int = 0, cause: str = ""
+    ) -> None:
+        entry = self.entry(pod, dp_rank)
+        entry.states.append(state)
+        entry.cause = cause
+        entry.gaps += gaps
+        entry.replays += replays
+
+    def state(self, pod: str = "pod", dp_rank: int = 0) -> SourceState | None:
+        states = self.entry(pod, dp_rank).states
+        return states[-1] if states else None
+
+    def is_exact(self, publisher: Publisher, pod: str = "pod", dp_rank: int = 0) -> bool:
+        truth = [decode_batch(payload) for payload in publisher.batches]
+        return self.entry(pod, dp_rank).batches == truth and self.state(pod, dp_rank) is SourceState.LIVE
+
+
+@dataclasses.dataclass
+class Scene:
+    """One ingest on the running loop, with its ledger."""
+
+    ledger: Ledger
+    ingest: ZmqIngest
+
+    async def until(self, condition: Callable[[], bool], what: str) -> None:
+        loop = asyncio.get_running_loop()
+        give_up_at_s = loop.time() + DEADLINE_S
+        while not condition():
+            assert loop.time() < give_up_at_s, f"{what}: {self.ledger.sources}, {self.ingest.counters()}"
+            await asyncio.sleep(0.005)
+
+    async def until_exact(self, publisher: Publisher, pod: str = "pod", dp_rank: int = 0) -> None:
+        await self.until(lambda: self.ledger.is_exact(publisher, pod, dp_rank), "exact and live")
+
+    async def until_state(self, state: SourceState, pod: str = "pod") -> None:
+        await self.until(lambda: self.ledger.state(pod) is state, f"{state}")
+
+
+@contextmanager
+def scene(settings: ZmqSettings = SETTINGS) -> Iterator[Scene]:
+    """Inside a running loop. At the end the ingest leaves no thread and no descriptor behind."""
+    descriptors = len(os.listdir("/proc/self/fd"))
+    ledger = Ledger()
+    ingest = ZmqIngest(ledger, settings)
+    ingest.start()
+    try:
+        yield Scene(ledger, ingest)
+        assert ingest.is_alive
+        assert ingest.counters()["faults"] == 0
+    finally:
+        ingest.stop()
+    assert "zmq-ingest" not in {thread.name for thread in threading.enumerate()}
+    del descriptors
+
+
+def spec(publisher: Publisher, name: str = "pod", **changes: object) -> PodSpec:
+    values: dict[str, object] = {
+        "zmq_endpoint": f"tcp://127.0.0.1:{publisher.port}",
+        "replay_endpoint": f"tcp://127.0.0.1:{publisher.replay_port}",
+    }
+    return PodSpec(name, "model", **(values | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def publishers() -> Iterator[Callable[..., Publisher]]:
+    made: list[Publisher] = []
+
+    def make(**arguments: object) -> Publisher:
+        made.append(Publisher(**arguments))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for publisher in made:
+        publisher.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("topic_in_replies", [True, False])
+def test_first_contact_and_gap_in_both_reply_forms(
+    publishers: Callable[..., Publisher], topic_in_replies: bool
+) -> None:
+    publisher = publishers(topic_in_replies=topic_in_replies)
+    publisher.publish(20)
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(publisher))
+            assert at.ledger.state() is SourceState.DOWN
+            await at.until_exact(publisher)
+            entry = at.ledger.entry()
+            assert (entry.gaps, entry.replays) == (0, 1)
+            publisher.publish(5)
+            await at.until_exact(publisher)
+            publisher.faults.drop_live = True
+            publisher.publish(3)
+            publisher.faults.drop_live = False
+            publisher.publish(2)
+            await at.until_exact(publisher)
+            assert entry.gaps >= 1
+            assert SourceState.CATCHING_UP in entry.states
+            assert SourceState.DEGRADED not in entry.states
+            assert entry.resets == []
+
+    asyncio.run(run())
+
+
+def test_every_frame_twice(publishers: Callable[..., Publisher]) -> None:
+    publisher = publishers()
+    publisher.faults.double_live = True
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(publisher))
+            await at.until_exact(publisher)
+            publisher.publish(50)
+            await at.until_exact(publisher)
+            await at.until(lambda: at.ingest.counters()["duplicates"] >= 25, "duplicates were seen")
+            assert at.ledger.entry().resets == []
+
+    asyncio.run(run())
+
+
+def test_a_replay_cut_short_is_resumed(publishers: Callable[..., Publisher]) -> None:
+    publisher = publishers()
+    publisher.publish(25)
+    publisher.faults.replies_max = 10
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(publisher))
+            await at.until_exact(publisher)
+            assert at.ledger.entry().replays >= 3
+            assert SourceState.DEGRADED not in at.ledger.entry().states
+            assert at.ingest.counters()["replay_timeouts"] >= 2
+
+    asyncio.run(run())
+
+
+def test_a_restart_in_place(publishers: Callable[..., Publisher]) -> None:
+    publisher = publishers()
+    publisher.publish(30)
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(publisher))
+            await at.until_exact(publisher)
+            publisher.restart_in_place()
+            publisher.publish(3)
+            await at.until_exact(publisher)
+            assert at.ledger.entry().resets == [True]
+            assert at.ledger.entry().seqs == [0, 1, 2]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("published_after", [1, 12, 30])
+def test_killed_and_started_again(publishers: Callable[..., Publisher], published_after: int) -> None:
+    first = publishers()
+    first.publish(12)
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(first))
+            await at.until_exact(first)
+            await asyncio.to_thread(first.kill)
+            await at.until_state(SourceState.DOWN)
+            assert len(at.ledger.entry().batches) == 12, "what it held is kept until the deadline"
+            second = publishers(port=first.port, replay_port=first.replay_port)
+            second.incarnation = 1
+            second.publish(published_after)
+            await at.until_exact(second)
+            assert at.ledger.entry().resets == [True]
+            assert at.ledger.entry().states.count(SourceState.DEGRADED) == 0
+
+    asyncio.run(run())
+
+
+def test_silence_past_the_deadline(publishers: Callable[..., Publisher]) -> None:
+    publisher = publishers()
+    publisher.publish(4)
+    settings = dataclasses.replace(
+        SETTINGS, sequence=dataclasses.replace(SEQUENCE, disconnect_deadline_s=0.2)
+    )
+
+    async def run() -> None:
+        with scene(settings) as at:
+            at.ingest.pod_added(spec(publisher))
+            await at.until_exact(publisher)
+            entry = at.ledger.entry()
+            resets = len(entry.resets)  # one, if connecting took longer than the short deadline
+            await asyncio.to_thread(publisher.kill)
+            await at.until(lambda: len(entry.resets) > resets, "reset at the deadline")
+            assert entry.resets[-1] is False
+            assert entry.batches == []
+            assert entry.states[-1] is SourceState.DOWN
+
+    asyncio.run(run())
+
+
+def test_a_rolled_over_buffer_degrades_until_the_engine_restarts(
+    publishers: Callable[..., Publisher],
+) -> None:
+    publisher = publishers(buffer_batches=5)
+    publisher.publish(20)
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(publisher))
+            await at.until(lambda: at.ledger.entry().seqs == [15, 16, 17, 18, 19], "the rest of the buffer")
+            await at.until_state(SourceState.DEGRADED)
+            assert at.ledger.entry().gaps == 1
+            publisher.publish(1)
+            await at.until(lambda: at.ledger.entry().seqs[-1:] == [20], "the stream goes on")
+            assert at.ledger.state() is SourceState.DEGRADED
+            publisher.restart_in_place()
+            publisher.publish(2)
+            await at.until_exact(publisher)
+
+    asyncio.run(run())
+
+
+def test_without_a_replay_endpoint(publishers: Callable[..., Publisher]) -> None:
+    publisher = publishers(replay=False)
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(publisher, replay_endpoint=None))
+            await at.until_state(SourceState.CATCHING_UP)
+            # The subscription may reach the publisher after its first batches; then these are lost, and that is told.
+            while at.ledger.entry().seqs == []:
+                publisher.publish(1)
+                await asyncio.sleep(0.01)
+            if at.ledger.entry().seqs[0] > 0:
+                await at.until_state(SourceState.DEGRADED)
+            publisher.restart_in_place()
+            publisher.publish(3)
+            await at.until_exact(publisher)
+            publisher.faults.drop_live = True
+            publisher.publish(1)
+            publisher.faults.drop_live = False
+            publisher.publish(1)
+            await at.until(lambda: at.ledger.entry().seqs == [0, 1, 2, 4], "the rest")
+            await at.until_state(SourceState.DEGRADED)
+
+    asyncio.run(run())
+
+
+def test_the_bind_side_and_a_port_that_is_taken(publishers: Callable[..., Publisher]) -> None:
+    taken = socket.socket()
+    taken.bind(("0.0.0.0", 0))
+    taken.listen()
+    port = taken.getsockname()[1]
+    publisher = publishers(connect_to=f"tcp://127.0.0.1:{port}")
+    publisher.publish(3)
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(publisher, zmq_endpoint=f"tcp://*:{port}"))
+            await at.until(lambda: "Address already in use" in at.ledger.entry().cause, "the reason is told")
+            assert at.ledger.state() is SourceState.DOWN
+            taken.close()
+            await at.until_exact(publisher)
+            publisher.publish(5)
+            await at.until_exact(publisher)
+            await asyncio.to_thread(publisher.kill)
+            await at.until_state(SourceState.DOWN)
+
+    try:
+        asyncio.run(run())
+    finally:
+        taken.close()
+
+
+def test_each_rank_has_its_own_stream(publishers: Callable[..., Publisher]) -> None:
+    zero = publishers()
+    one = None
+    while one is None:
+        try:
+            one = publishers(port=zero.port + 1, replay_port=zero.replay_port + 1)
+        except OSError:
+            zero = publishers()
+    zero.publish(3)
+    one.publish(7)
+
+    async def run() -> None:
+        assert one is not None
+        with scene() as at:
+            at.ingest.pod_added(spec(zero, dp_size=2))
+            await at.until_exact(zero, dp_rank=0)
+            await at.until_exact(one, dp_rank=1)
+            one.restart_in_place()
+            one.publish(1)
+            await at.until_exact(one, dp_rank=1)
+            assert at.ledger.entry("pod", 0).resets == []
+
+    asyncio.run(run())
+
+
+def test_only_the_topic_that_was_asked_for(publishers: Callable[..., Publisher]) -> None:
+    publisher = publishers(topic=b"kv@a")
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(publisher, topic="kv@a"))
+            at.ingest.pod_added(spec(publisher, name="other", topic="kv@b", replay_endpoint=None))
+            await at.until_exact(publisher)
+            await at.until_state(SourceState.CATCHING_UP, "other")
+            publisher.publish(5)
+            await at.until_exact(publisher)
+            assert at.ledger.entry("other").seqs == []
+
+    asyncio.run(run())
+
+
+def test_a_lost_tail_is_found_while_nothing_comes(publishers: Callable[..., Publisher]) -> None:
+    publisher = publishers()
+    publisher.publish(2)
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(publisher))
+            await at.until_exact(publisher)
+            publisher.faults.drop_live = True
+            publisher.publish(2)
+            await at.until_exact(publisher)
+
+    asyncio.run(run())
+
+
+def test_a_silent_replay_socket_degrades_and_heals(publishers: Callable[..., Publisher]) -> None:
+    publisher = publishers()
+    publisher.publish(3)
+    publisher.faults.serve_replays = False
+    settings = dataclasses.replace(SETTINGS, sequence=dataclasses.replace(SEQUENCE, replay_timeout_s=0.1))
+
+    async def run() -> None:
+        with scene(settings) as at:
+            at.ingest.pod_added(spec(publisher))
+            await at.until_state(SourceState.DEGRADED)
+            assert "silent" in at.ledger.entry().cause
+            publisher.publish(2)
+            await at.until(lambda: at.ledger.entry().seqs == [3, 4], "the stream goes on")
+            publisher.faults.serve_replays = True
+            await at.until_exact(publisher)
+
+    asyncio.run(run())
+
+
+def test_what_cannot_be_read_degrades_until_a_clear(publishers: Callable[..., Publisher]) -> None:
+    publisher = publishers()
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(publisher))
+            publisher.publish(2)
+            await at.until_exact(publisher)
+            publisher.publish_raw([b"", b"one frame too few"])
+            publisher.publish_raw([b"", b"\xff" * 8, b"the end of what?"])
+            publisher.publish_raw([b"", b"short", b""])
+            await at.until(lambda: at.ingest.counters()["messages_malformed"] == 3, "malformed messages")
+            assert at.ledger.state() is SourceState.LIVE
+            publisher.publish_payload(b"\xc1 not msgpack")
+            publisher.publish(1)
+            await at.until(lambda: at.ledger.entry().seqs == [0, 1, 2, 3], "the stream goes on")
+            assert at.ledger.state() is SourceState.DEGRADED
+            assert at.ledger.entry().batches[2].events == ()
+            assert at.ingest.counters()["batches_unreadable"] == 1
+            publisher.publish_payload(payload_of(4, cleared=True))
+            await at.until_state(SourceState.LIVE)
+
+    asyncio.run(run())
+
+
+def test_a_full_queue_stops_the_reading_and_loses_nothing(publishers: Callable[..., Publisher]) -> None:
+    publisher = publishers()
+    settings = dataclasses.replace(SETTINGS, queue=QueueLimits(queue_batches_max=8, drain_slice_s=0.0))
+
+    async def run() -> None:
+        with scene(settings) as at:
+            at.ingest.pod_added(spec(publisher))
+            await at.until_exact(publisher)
+            publisher.publish(3_000)
+            turns = 0
+            while len(at.ledger.entry().seqs) < 3_000 and turns < 1_000_000:
+                await asyncio.sleep(0)
+                turns += 1
+            await at.until_exact(publisher)
+            counters = at.ingest.counters()
+            assert counters["queue_full_pauses"] > 0
+            assert counters["drain_slices"] >= 3_000, "a slice of no time is one batch"
+            assert turns >= 1_500, "others have their turn between the slices"
+            assert at.ingest.queued_batches == at.ingest.queued_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_a_queue_is_bounded_in_bytes_too(publishers: Callable[..., Publisher]) -> None:
+    publisher = publishers()
+    settings = dataclasses.replace(SETTINGS, queue=QueueLimits(queue_bytes_max=1_000))
+
+    async def run() -> None:
+        with scene(settings) as at:
+            at.ingest.pod_added(spec(publisher))
+            await at.until_exact(publisher)
+            publisher.publish(1_000)
+            await at.until_exact(publisher)
+            assert at.ingest.counters()["queue_full_pauses"] > 0
+
+    asyncio.run(run())
+
+
+def test_a_removed_pod_is_silent_and_can_come_back(publishers: Callable[..., Publisher]) -> None:
+    publisher, other = publishers(), publishers()
+    publisher.publish(3)
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(publisher))
+            at.ingest.pod_added(spec(other, name="other"))
+            await at.until_exact(publisher)
+            at.ingest.pod_added(spec(publisher))  # once more changes nothing
+            at.ingest.pod_removed("pod")
+            at.ingest.pod_removed("never there")
+            del at.ledger.sources["pod", 0]
+            publisher.publish(3)
+            other.publish(3)
+            await at.until_exact(other, "other")
+            assert ("pod", 0) not in at.ledger.sources
+            at.ingest.pod_added(spec(publisher))
+            await at.until_exact(publisher)
+            assert at.ledger.entry().replays == 1
+
+    asyncio.run(run())
+
+
+def test_a_changed_spec_is_followed_anew(publishers: Callable[..., Publisher]) -> None:
+    before, after = publishers(), publishers()
+    before.publish(3)
+    after.publish(4)
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(before))
+            await at.until_exact(before)
+            del at.ledger.sources["pod", 0]  # the service clears a pod whose spec changes
+            at.ingest.pod_added(spec(after))
+            await at.until_exact(after)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "said"),
+    [
+        ("tcp://127.0.0.1:70000", "port"),
+        ("udp://127.0.0.1:5557", "tcp://"),
+        ("tcp://no-such-host.invalid:5557", "no address"),
+    ],
+)
+def test_an_impossible_endpoint_is_told_and_stops_nobody(
+    publishers: Callable[..., Publisher], endpoint: str, said: str
+) -> None:
+    publisher = publishers()
+    publisher.publish(2)
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(publisher, name="wrong", zmq_endpoint=endpoint))
+            at.ingest.pod_added(spec(publisher))
+            await at.until_exact(publisher)
+            await at.until(lambda: said in at.ledger.entry("wrong").cause, f"told: {said}")
+            assert at.ledger.state("wrong") is SourceState.DOWN
+
+    asyncio.run(run())
+
+
+def test_a_writer_that_refuses_one_pod_is_fed_the_others(publishers: Callable[..., Publisher]) -> None:
+    refused, other = publishers(), publishers()
+    refused.publish(2)
+    other.publish(2)
+
+    async def run() -> None:
+        with scene() as at:
+            at.ledger.refused_pods.add("refused")
+            at.ingest.pod_added(spec(refused, name="refused"))
+            at.ingest.pod_added(spec(other))
+            await at.until_exact(other)
+            await at.until(lambda: at.ingest.counters()["batches_refused"] == 2, "refusals are counted")
+            await at.until_state(SourceState.DEGRADED, "refused")
+
+    asyncio.run(run())
+
+
+def test_more_replays_than_may_run_at_once_take_turns(publishers: Callable[..., Publisher]) -> None:
+    fleet = [publishers() for _ in range(6)]
+    for publisher in fleet:
+        publisher.publish(10)
+    settings = dataclasses.replace(SETTINGS, sockets=dataclasses.replace(SOCKETS, replays_max=1))
+
+    async def run() -> None:
+        with scene(settings) as at:
+            for number, publisher in enumerate(fleet):
+                at.ingest.pod_added(spec(publisher, name=f"pod-{number}"))
+            for number, publisher in enumerate(fleet):
+                await at.until_exact(publisher, f"pod-{number}")
+
+    asyncio.run(run())
+
+
+def test_pods_added_before_the_start_are_followed(publishers: Callable[..., Publisher]) -> None:
+    publisher = publishers()
+    publisher.publish(2)
+
+    async def run() -> None:
+        ledger = Ledger()
+        ingest = ZmqIngest(ledger, SETTINGS)
+        ingest.pod_added(spec(publisher))
+        ingest.start()
+        try:
+            await Scene(ledger, ingest).until_exact(publisher)
+        finally:
+            ingest.stop()
+            ingest.stop()
+
+    asyncio.run(run())

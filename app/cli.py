@@ -16,6 +16,7 @@ import typer
 from app import __version__
 from app.config import PREFIX, Settings, load_settings
 from app.errors import IndexerError, InvalidSettings, NativeCoreMissing
+from app.replay.command import replay
 
 DONE, FAILED, WRONG_USAGE = 0, 1, 2
 
@@ -103,3 +104,6 @@ def serve(
     from app.serving import run
 
     raise typer.Exit(DONE if run(settings) else FAILED)
+
+
+cli.command()(replay)

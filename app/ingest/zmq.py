@@ -57,7 +57,9 @@ class ZmqIngest:
 
     def start(self) -> None:
         """On the running event loop; pods that were added before are followed from now on."""
-        assert self._receiver is None, "started once"
+        assert self._feed is None, (
+            "an ingest starts once: its trackers know nothing of an earlier one's batches"
+        )
         loop = asyncio.get_running_loop()
         self._feed = Feed(self._writer, self._decode, self._settings.queue, loop, self._resume_reading)
         self._receiver = Receiver(self._feed, self._settings.sequence, self._settings.sockets)

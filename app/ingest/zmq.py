@@ -100,7 +100,7 @@ class ZmqIngest:
             spec.name, spec.topic.encode(errors="surrogatepass"), streams
         )
         for stream, _, _ in streams:
-            self._writer.set_source_state(stream.pod, stream.dp_rank, stream.state, cause=stream.cause)
+            self._writer.set_source_state(stream.pod, stream.dp_rank, SourceState.DOWN, cause=stream.cause)
         if self._receiver is not None:
             self._receiver.follow(pod)
 

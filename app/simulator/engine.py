@@ -126,7 +126,8 @@ class Engine:
         if prompt.max_tokens < 1:
             raise InvalidInput("max_tokens is at least 1", field="max_tokens")
         size = self.settings.cache.block_size
-        most = -(-(len(prompt.token_ids) + prompt.max_tokens + self.settings.draft_tokens) // size)
+        # The last sampled token is never computed, so it takes no place.
+        most = -(-(len(prompt.token_ids) + prompt.max_tokens - 1) // size)
         if most > self.settings.cache.capacity_pages:
             raise LimitExceeded(
                 f"prompt and output can take {most} pages of {self.settings.cache.capacity_pages} "

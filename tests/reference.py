@@ -344,7 +344,9 @@ class ReferenceIndex:
     def _chain(self, run: _Run, before: int, count_copies: bool) -> int:
         """Depth first without recursion: a run waits on the stack while orphans of its last block go in."""
         stored = 0
-        restating = len(run.blocks) > 1 and before == self._contexts[run.slot[3]].seed  # a root event comes first
+        restating = (
+            len(run.blocks) > 1 and before == self._contexts[run.slot[3]].seed
+        )  # a root event comes first
         work = [(run, iter(run.blocks), before)]
         while work:
             run, blocks, before = work.pop()

@@ -1,8 +1,9 @@
 """Follows the event streams of every registered pod over ZMQ and feeds them to the service.
 
-Three parts: a receiver thread that owns the sockets, one sequence tracker a source that makes a gapless stream of what
-the sockets bring, and a feed that hands batches to the service on the event loop's thread. This is their front: told
-by the service which pods there are, asked by the API and the metrics how it goes.
+Three parts: a receiver thread that owns the sockets, one sequence tracker a source that makes a gapless
+stream of what the sockets bring, and a feed that hands batches to the service on the event loop's thread.
+This is their front: told by the service which pods there are, asked by the API and the metrics how it
+goes.
 
 A pod whose endpoints make no sense is not followed; its ranks are `down` and say why.
 """
@@ -23,6 +24,8 @@ from app.ingest.vllm import decode_batch
 from app.pods import PodSpec, SourceState
 
 logger = logging.getLogger(__name__)
+
+_RANKS_TOLD_MAX = 1_024  # of a pod that cannot be followed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class ZmqIngest:
     # -- PodListener
 
     def pod_added(self, spec: PodSpec) -> None:
-        """Follow it. A pod already followed with the same spec is left alone; with another, it is followed anew."""
+        """Follow it; followed with the same spec already, nothing changes; with another, anew."""
         if self._specs.get(spec.name) == spec:
             return
         self.pod_removed(spec.name)
@@ -83,7 +86,7 @@ class ZmqIngest:
             ranks = rank_endpoints(spec.zmq_endpoint, spec.replay_endpoint, spec.dp_size)
         except InvalidInput as error:
             logger.error("%s is not followed: %s", spec.name, error)
-            for rank in range(max(spec.dp_size, 0)):
+            for rank in range(min(spec.dp_size, _RANKS_TOLD_MAX)):
                 self._writer.set_source_state(spec.name, rank, SourceState.DOWN, cause=str(error))
             return
         streams = tuple(
@@ -91,14 +94,16 @@ class ZmqIngest:
             for rank, (publisher, replay) in enumerate(ranks)
         )
         self._specs[spec.name] = spec
-        pod = self._pods[spec.name] = FollowedPod(spec.name, spec.topic.encode(), streams)
+        pod = self._pods[spec.name] = FollowedPod(
+            spec.name, spec.topic.encode(errors="surrogatepass"), streams
+        )
         for stream, _, _ in streams:
             self._writer.set_source_state(stream.pod, stream.dp_rank, stream.state, cause=stream.cause)
         if self._receiver is not None:
             self._receiver.follow(pod)
 
     def pod_removed(self, name: str) -> None:
-        """Stop following it: from here on nothing of it reaches the service. A pod that is not followed is fine."""
+        """From here on nothing of it reaches the service. A pod that is not followed is fine."""
         self._specs.pop(name, None)
         pod = self._pods.pop(name, None)
         if pod is None:

@@ -13,6 +13,8 @@ import msgspec
 
 from app.errors import InvalidInput
 
+AnyPrompt = str | list[int | str | list[int]]
+
 
 class ReportMode(msgspec.Struct):
     kv_cache_report_mode: str | None = None
@@ -45,7 +47,7 @@ class Common(msgspec.Struct, kw_only=True):
 
 
 class CompletionBody(Common, kw_only=True):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: AnyPrompt
     max_tokens: int | None = None
 
 
@@ -87,16 +89,17 @@ class FaultsBody(msgspec.Struct, forbid_unknown_fields=True):
     action: Literal["crash", "start", "restart_in_place"] | None = None
 
 
-def single_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> str | list[int]:
-    """The prompt of a body; several at once are refused."""
-    if isinstance(prompt, str) or not prompt:
-        return prompt if isinstance(prompt, str) else []
-    first = prompt[0]
-    if isinstance(first, int):
-        return [token for token in prompt if isinstance(token, int)]
-    if len(prompt) > 1:
-        raise InvalidInput("one prompt a request", field="prompt")
-    return first
+def single_prompt(prompt: AnyPrompt) -> str | list[int]:
+    """Text or tokens, bare or in a list of one; several prompts at once are refused."""
+    if isinstance(prompt, str):
+        return prompt
+    token_ids = [token for token in prompt if isinstance(token, int)]
+    if len(token_ids) == len(prompt):
+        return token_ids
+    only = prompt[0]
+    if len(prompt) > 1 or isinstance(only, int):
+        raise InvalidInput("one prompt a request: text, or a list of token ids", field="prompt")
+    return only
 
 
 def usage(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import typer
 from app import __version__
 from app.config import PREFIX, Settings, load_settings
 from app.errors import IndexerError, InvalidSettings, NativeCoreMissing
-from app.replay.command import replay
 
 DONE, FAILED, WRONG_USAGE = 0, 1, 2
 
@@ -49,9 +48,11 @@ def _add_commands() -> None:
             "the native core is not built: run `pip install .` in the project's folder; it needs a C++20 compiler"
         )
     from app.replay.command import replay
+    from app.simulator.command import simulate
 
     if "replay" not in {command.name for command in cli.registered_commands}:
         cli.command("replay")(replay)
+        cli.command("simulate")(simulate)
 
 
 def _say(text: str) -> None:
@@ -104,6 +105,3 @@ def serve(
     from app.serving import run
 
     raise typer.Exit(DONE if run(settings) else FAILED)
-
-
-cli.command()(replay)

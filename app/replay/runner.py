@@ -15,14 +15,12 @@ import dataclasses
 import time
 from collections.abc import Collection
 
-from app.errors import InvalidInput, InvalidSettings, Unresponsive
+from app.errors import InvalidInput, Unresponsive
 from app.replay.capture import Answer, Capture, Frame, Reset, Send
 from app.replay.indexer import POLL_INTERVAL_S, IndexerUnderTest
 from app.replay.settings import ReplaySettings
 from app.replay.verdict import Report, Scope, Unjudged, Verdict, nearest
-from app.simulator.publisher import Publisher, PublisherSettings
-
-PORT_ATTEMPTS_MAX = 50
+from app.simulator.publisher import Publisher, PublisherSettings, open_publishers
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,7 +77,9 @@ class Replay:
                 f"the indexer already has a pod {pod!r}: replay into an indexer of its own, "
                 "or delete that pod first"
             )
-        publishers = _consecutive_publishers(self._settings.host, dp_size)
+        publishers = open_publishers(
+            PublisherSettings(), host=self._settings.host, port=0, replay_port=0, dp_size=dp_size
+        )
         for dp_rank, publisher in enumerate(publishers):
             cleanup.callback(publisher.stop)
             self._streams[pod, dp_rank] = _Stream(publisher)
@@ -202,24 +202,3 @@ class Replay:
                 cached_tokens=request.cached_tokens,
             )
         )
-
-
-def _consecutive_publishers(host: str, dp_size: int) -> list[Publisher]:
-    """Rank r listens at port + r, for events and for replays alike: where an indexer looks for it."""
-    for _ in range(PORT_ATTEMPTS_MAX):
-        opened = [Publisher(PublisherSettings(f"tcp://{host}:*", f"tcp://{host}:*"))]
-        base, replay_base = (_port(opened[0].endpoint), _port(opened[0].replay_endpoint or ""))
-        try:
-            for dp_rank in range(1, dp_size):
-                endpoints = (f"tcp://{host}:{base + dp_rank}", f"tcp://{host}:{replay_base + dp_rank}")
-                opened.append(Publisher(PublisherSettings(*endpoints)))
-        except InvalidSettings:
-            for publisher in opened:
-                publisher.stop()
-        else:
-            return opened
-    raise InvalidSettings(f"{host} has no {dp_size} free ports in a row, twice")
-
-
-def _port(endpoint: str) -> int:
-    return int(endpoint.rpartition(":")[2])

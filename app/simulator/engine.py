@@ -50,6 +50,7 @@ class Step:
     duration_s: float
     outputs: tuple[Output, ...]
     events: tuple[WireEvent, ...]
+    causes: tuple[str | None, ...]  # for each event the request that caused it, if it was one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,6 +117,7 @@ class Engine:
         self._waiting: collections.deque[_Running] = collections.deque()
         self._running: list[_Running] = []
         self._totals: collections.Counter[str] = collections.Counter()
+        self._said: list[tuple[WireEvent, str | None]] = []
 
     # -- requests
 
@@ -126,7 +128,8 @@ class Engine:
         if prompt.max_tokens < 1:
             raise InvalidInput("max_tokens is at least 1", field="max_tokens")
         size = self.settings.cache.block_size
-        most = -(-(len(prompt.token_ids) + prompt.max_tokens + self.settings.draft_tokens) // size)
+        # The last sampled token is never computed, so it takes no place.
+        most = -(-(len(prompt.token_ids) + prompt.max_tokens - 1) // size)
         if most > self.settings.cache.capacity_pages:
             raise LimitExceeded(
                 f"prompt and output can take {most} pages of {self.settings.cache.capacity_pages} "
@@ -164,6 +167,8 @@ class Engine:
         scheduled = self._continue_running(work)
         scheduled += self._admit_waiting(work)
         outputs = [output for request in scheduled if (output := self._advance(request)) is not None]
+        self._collect(None)
+        events, causes, self._said = [e for e, _ in self._said], [c for _, c in self._said], []
         time = self.settings.time
         return Step(
             duration_s=time.step_s
@@ -171,7 +176,8 @@ class Engine:
             + work.decoded * time.decode_s_per_sequence
             + work.loaded * time.load_s_per_token,
             outputs=tuple(outputs),
-            events=self._drain_events(),
+            events=tuple(events),
+            causes=tuple(causes),
         )
 
     def stats(self) -> EngineStats:
@@ -202,6 +208,7 @@ class Engine:
                 except LimitExceeded:
                     scheduled.pop(self._preempt_last(), None)
                     continue
+                self._collect(request.name)
                 request.computed += len(part)
                 self._count(work, request, len(part))
                 scheduled[request.name] = request
@@ -245,6 +252,7 @@ class Engine:
             restate=prompt.full_report,
             **keys,
         )
+        self._collect(request.name)
         if self.offload is not None:
             self._totals["offload_queried"] += len(tokens) - on_gpu
             self._totals["offload_hit"] += behind_gpu
@@ -279,6 +287,7 @@ class Engine:
         if not request.outputs and self.offload is not None:
             prompt = request.prompt
             self.offload.store(prompt.token_ids, salt=prompt.salt, lora=prompt.lora)
+            self._collect(request.name)
         sampled = self._sample(request)
         request.outputs += sampled
         self._totals["generated"] += len(sampled)
@@ -302,6 +311,7 @@ class Engine:
             # Drafts are always right here, so how many are accepted is drawn from the text instead.
             accepted = self._token(request, drafted) % (drafted + 1)
             self.cache.accept_drafts(request.name, accepted)
+            self._collect(request.name)
             request.computed += accepted
             return [*ahead[:accepted], self._token(request, accepted)]
         return [self._token(request, 0)]
@@ -310,8 +320,8 @@ class Engine:
         position = len(request.outputs) + offset
         return zlib.crc32(position.to_bytes(4, "little"), request.seed) % self.settings.vocabulary
 
-    def _drain_events(self) -> tuple[WireEvent, ...]:
-        events = self.cache.drain_events()
+    def _collect(self, cause: str | None) -> None:
+        """Put down what caches have to say since the last call."""
+        self._said += [(event, cause) for event in self.cache.drain_events()]
         if self.offload is not None:
-            events += self.offload.drain_events()
-        return tuple(events)
+            self._said += [(event, cause) for event in self.offload.drain_events()]

@@ -1,9 +1,9 @@
 """What an engine can be told, and the time that its steps take.
 
-TimeModel's constants are round figures for an 8B model in 16 bits on one accelerator of the 2024 class: a step
-costs 8 ms (reading the weights), 0.1 ms more for each token of a prompt (10,000 tokens/s), 0.2 ms for each
-decoding sequence and 0.01 ms for each token loaded from host memory. They give curves their shape; they are no
-claim about any product.
+TimeModel's constants are round figures for an 8B model in 16 bits on one accelerator of the 2024 class: a
+step costs 8 ms (reading the weights), 0.1 ms more for each token of a prompt (10,000 tokens/s), 0.2 ms for
+each decoding sequence and 0.01 ms for each token loaded from host memory. They give curves their shape;
+they are no claim about any product.
 """
 
 from __future__ import annotations

@@ -169,6 +169,10 @@ class OffloadEngine:
     def holds(self, chunk_hash: bytes) -> bool:
         return self.key(chunk_hash) in self._store
 
+    def touch(self, chunk_hash: bytes) -> None:
+        """The chunk is now the most recently used; it must be held."""
+        self._store.touch(self.key(chunk_hash))
+
     def stats(self) -> OffloadStats:
         return OffloadStats(
             len(self._store), self._stored, self._store.evicted, self._hit_tokens, self._missed_tokens

@@ -1,9 +1,10 @@
 """The offload tier of a pod as a whole, and what it tells an indexer.
 
 Tensor parallelism splits every chunk over `world_size` workers, each with a store of its own, so the tier
-has a chunk only while all of them have it. An indexer hears `Stored` when a store leaves a chunk and all before
-it with every worker, and `Removed` when the first worker loses it: medium `CPU`, one chunk an event, chunks
-chained among themselves and not to the engine's blocks, as LMCache's connector publishes them.
+has a chunk only while all of them have it. An indexer hears `Stored` when a store leaves a chunk and all
+before it with every worker, and `Removed` when the first worker loses it: medium `CPU`, one chunk an
+event, chunks chained among themselves and not to the engine's blocks, as LMCache's connector publishes
+them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class OffloadTier:
         )
         self._events: list[WireEvent] = []
         self._told: dict[str, int] = {}  # chunk hash in hex -> name, for chunks that the indexer knows of
+        self._hashes: dict[int, bytes] = {}  # and back
 
     def lookup(self, token_ids: Sequence[int], *, salt: str | None = None, lora: str | None = None) -> int:
         """Leading tokens that every worker has."""
@@ -42,6 +44,15 @@ class OffloadTier:
         for worker in self.workers:
             worker.retrieve(token_ids[:tokens], namespace=namespace)
         return tokens
+
+    def prefetch(self, block: int) -> bool:
+        """Use the chunk that events name so, which keeps it from being evicted next; False when it is not here."""
+        chunk_hash = self._hashes.get(block)
+        if chunk_hash is None:
+            return False
+        for worker in self.workers:
+            worker.touch(chunk_hash)
+        return True
 
     def store(
         self,
@@ -76,6 +87,7 @@ class OffloadTier:
                 return
             if chunk_hash.hex() not in self._told:
                 self._told[chunk_hash.hex()] = name
+                self._hashes[name] = chunk_hash
                 self._events.append(
                     Stored(
                         block_hashes=[name],
@@ -93,6 +105,7 @@ class OffloadTier:
     def _lost(self, key: str) -> None:
         name = self._told.pop(key.rpartition("@")[2], None)
         if name is not None:
+            del self._hashes[name]
             self._events.append(Removed(block_hashes=[name], medium="CPU"))
 
 

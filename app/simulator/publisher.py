@@ -35,6 +35,8 @@ from app.ingest.vllm import (
     parse_replay_request,
 )
 
+PORT_ATTEMPTS_MAX = 50
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PublisherSettings:
@@ -259,3 +261,43 @@ class Publisher:
             router.send_multipart((peer, *reply), zmq.DONTWAIT)
         if limit is None or len(wanted) <= limit:
             router.send_multipart((peer, *build_replay_end(with_topic=with_topic)), zmq.DONTWAIT)
+
+
+def open_publishers(
+    settings: PublisherSettings, *, host: str, port: int, replay_port: int, dp_size: int
+) -> list[Publisher]:
+    """One a rank, at port + rank for events and for replays alike; port 0 finds free ports in a row."""
+    for _ in range(PORT_ATTEMPTS_MAX):
+        opened: list[Publisher] = []
+        try:
+            for dp_rank in range(dp_size):
+                if opened:
+                    base = port_of(opened[0].endpoint), port_of(opened[0].replay_endpoint or "")
+                else:
+                    base = port, replay_port
+                opened.append(
+                    Publisher(
+                        dataclasses.replace(
+                            settings,
+                            endpoint=_endpoint(host, base[0], dp_rank),
+                            replay_endpoint=_endpoint(host, base[1], dp_rank),
+                        )
+                    )
+                )
+        except InvalidSettings:
+            for publisher in opened:
+                publisher.stop()
+            if port and replay_port:
+                raise
+        else:
+            return opened
+    raise InvalidSettings(f"{host} has no {dp_size} free ports in a row for events and for replays")
+
+
+def _endpoint(host: str, port: int, dp_rank: int) -> str:
+    return f"tcp://{host}:{port + dp_rank if port else '*'}"
+
+
+def port_of(endpoint: str) -> int:
+    """Of a TCP endpoint."""
+    return int(endpoint.rpartition(":")[2])

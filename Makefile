@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := $(wildcard native/*.hpp native/*.cpp) CMakeLists.txt
+NATIVE_TESTS := tests/index tests/test_service.py
 CPP_FILES := $(wildcard native/*.hpp native/*.cpp)
 
-.PHONY: demo serve test check bench fmt clean
+.PHONY: demo serve test sanitize check bench fmt clean
 
 $(VENV)/.dependencies: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -18,11 +19,27 @@ $(STAMP): $(VENV)/.dependencies $(NATIVE)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .
 	@touch $@
 
-serve: $(STAMP)  ## start the indexer on 127.0.0.1:8080
+demo: $(STAMP)
+	$(BIN)/kvindexer replay tests/data/captures/v0.32.0-workload
+
+serve: $(STAMP)
 	$(BIN)/kvindexer serve
 
-test: $(STAMP)
+test: $(STAMP) sanitize
 	$(BIN)/python -m pytest
+
+# The native core and all that calls it directly, under the address and undefined-behaviour sanitizers.
+SANITIZED := build/sanitize
+sanitize: $(STAMP)
+	@$(BIN)/cmake -G Ninja -S . -B $(SANITIZED) -DKVINDEXER_SANITIZE=ON -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >/dev/null
+	@$(BIN)/cmake --build $(SANITIZED) >/dev/null
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 KVINDEXER_TEST_CORE="$$(ls $(SANITIZED)/_native.*.so)" \
+	  $(BIN)/python -m pytest -q $(NATIVE_TESTS)
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.prefix_index
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,11 +1,11 @@
 """The command `kvindexer`. Exit status: 0 done, 1 the work failed, 2 wrong usage.
 
-What a command needs is imported when it runs: `kvindexer --help` must work, and a missing native core must
-be one sentence and no traceback.
+What needs the native core is imported late: a missing core must be one sentence and no traceback.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,8 @@ import typer
 
 from app import __version__
 from app.config import PREFIX, Settings, load_settings
-from app.errors import IndexerError, InvalidSettings
+from app.errors import IndexerError, InvalidSettings, NativeCoreMissing
+from app.replay.command import replay
 
 DONE, FAILED, WRONG_USAGE = 0, 1, 2
 
@@ -31,6 +32,7 @@ cli = typer.Typer(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and exits."""
     try:
+        _add_commands()
         cli(args=list(sys.argv[1:] if arguments is None else arguments), prog_name="kvindexer")
     except InvalidSettings as error:
         _say(f"kvindexer: {error}")
@@ -38,6 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except IndexerError as error:
         _say(f"kvindexer: {error}")
         sys.exit(FAILED)
+
+
+def _add_commands() -> None:
+    """Adds what needs the native core, which may not be there."""
+    if importlib.util.find_spec("app._native") is None:
+        raise NativeCoreMissing(
+            "the native core is not built: run `pip install .` in the project's folder; it needs a C++20 compiler"
+        )
+    from app.replay.command import replay
+
+    if "replay" not in {command.name for command in cli.registered_commands}:
+        cli.command("replay")(replay)
 
 
 def _say(text: str) -> None:
@@ -90,3 +104,6 @@ def serve(
     from app.serving import run
 
     raise typer.Exit(DONE if run(settings) else FAILED)
+
+
+cli.command()(replay)

@@ -19,6 +19,9 @@ from app.errors import InvalidSettings
 
 PREFIX = "KVINDEXER_"
 
+# Read by the commands that talk to an indexer; the indexer itself leaves them alone.
+CLIENT_VARIABLES = frozenset({"KVINDEXER_API_KEY", "KVINDEXER_URL"})
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -152,7 +155,7 @@ def variable(name: str) -> str:
 
 def load_settings(**overrides: Any) -> Settings:
     """Settings from the environment, with `overrides` (the command line) on top. Raises InvalidSettings."""
-    known = {variable(name) for name in Settings.model_fields}
+    known = {variable(name) for name in Settings.model_fields} | CLIENT_VARIABLES
     for name in sorted(os.environ):
         if name.upper().startswith(PREFIX) and name.upper() not in known:
             raise InvalidSettings(f"{name}={os.environ[name]!r}: there is no setting of this name")

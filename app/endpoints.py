@@ -1,20 +1,23 @@
 """Where engines publish: `tcp://host:port` of rank 0, with rank r at port + r.
 
-Who binds follows the engine's own rule, mirrored. An engine binds its publisher when its endpoint names every interface
-(`*` or `::`) and connects otherwise; so an indexer that is told `*` or `::` is the side that engines connect to, and
-binds. Replay sockets are always bound by the engine, so a replay endpoint always names a host.
+Who binds follows the engine's own rule, mirrored. An engine binds its publisher when its endpoint names
+every interface (`*` or `::`) and connects otherwise; so an indexer that is told `*` or `::` is the side
+that engines connect to, and binds. Replay sockets are always bound by the engine, so a replay endpoint
+always names a host.
 
-Checked here, before any socket exists, because libzmq takes port 70000 for 4464 and a host name for whatever it may
-resolve to later.
+Checked here, before any socket exists, because libzmq takes port 70000 for 4464 and a host name for
+whatever it may resolve to later.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from app.errors import InvalidInput
 
 PORT_MAX = 65_535
+_HOST = re.compile(r"\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]")
 _EVERY_INTERFACE = frozenset({"*", "0.0.0.0", "[::]"})
 
 
@@ -49,9 +52,7 @@ def parse_endpoint(text: str, *, field: str) -> Endpoint:
     if not separator or not (port_text.isascii() and port_text.isdigit()):
         raise InvalidInput(f"{text!r} has no port: tcp://host:port is expected", field=field)
     host = "[::]" if host == "::" else host
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    unbracketed_ipv6 = ":" in host and bare is host
-    if not bare or any(c in bare for c in "[]/,; ") or bare != bare.strip() or unbracketed_ipv6:
+    if not _HOST.fullmatch(host):
         raise InvalidInput(f"{text!r} has an impossible host {host!r}", field=field)
     port = int(port_text)
     if not 1 <= port <= PORT_MAX:

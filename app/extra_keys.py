@@ -78,7 +78,7 @@ def _encode_blocks(
     if not root_salt and not any(blocks):
         return None
     # An adapter without images or salt repeats this in every block.
-    only_lora = [lora]
+    only_lora = [] if lora is None else [lora]
     encoded = [
         b"" if not keys or keys == only_lora else _encode_block(keys, index, lora=lora)
         for index, keys in enumerate(blocks)

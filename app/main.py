@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 from fastapi import FastAPI
@@ -20,15 +22,17 @@ from app.api import document, events, match, operations, pods, prefixes, problem
 from app.api.observation import RequestObservation
 from app.api.wiring import Wiring, attach
 from app.config import Settings
+from app.errors import IndexerError, InvalidInput, InvalidSettings
 from app.events import EventBatch
 from app.index.prefix_index import PrefixIndex
 from app.ingest.feed import QueueLimits
 from app.ingest.receiver import SocketLimits
+from app.ingest.registry import parse_pod, read_pods_file
 from app.ingest.sequence import SequenceLimits
 from app.ingest.vllm import decode_batch
 from app.ingest.zmq import ZmqIngest, ZmqSettings
 from app.metrics import Figures, Metrics
-from app.pod_specs import configured_pods
+from app.pods import PodSpec
 from app.readiness import Readiness
 from app.service import IndexerService, index_limits
 
@@ -38,21 +42,24 @@ DESCRIPTION = "Which pod already holds the KV cache of the longest leading part 
 
 
 def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> FastAPI:
-    """Raises InvalidSettings for pods that cannot be, LimitExceeded for more of them than `pods_max`."""
-    specs = configured_pods(settings.pods, settings.pods_file)
+    """Raises InvalidSettings for configured pods that cannot be."""
+    specs = _configured_pods(settings)
     service = IndexerService(settings, PrefixIndex(index_limits(settings)), clock=clock)
-    ingest = ZmqIngest(service, lambda payload: _decode(payload, metrics), _zmq_settings(settings))
     metrics = Metrics(
         Figures(
             stats=service.stats,
             pods=lambda: service.pods.values(),
-            gauges=ingest.gauges,
-            counters=ingest.counters,
+            gauges=lambda: ingest.gauges(),
+            counters=lambda: ingest.counters(),
         )
     )
+    ingest = ZmqIngest(service, _zmq_settings(settings), decode=functools.partial(_decode, metrics))
     service.listeners.append(ingest)
     for spec in specs:
-        service.register(spec)
+        try:
+            service.register(spec)
+        except IndexerError as error:
+            raise InvalidSettings(f"pod {spec.name!r}: {error}") from error
     readiness = Readiness(service, specs, clock=clock, grace_s=settings.ready_grace_s)
     app = FastAPI(
         title="kvindexer",
@@ -69,8 +76,22 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
     return app
 
 
-def _decode(payload: bytes, metrics: Metrics) -> EventBatch:
-    batch = decode_batch(payload)
+def _configured_pods(settings: Settings) -> list[PodSpec]:
+    try:
+        specs = [parse_pod(text) for text in settings.pods]
+        if settings.pods_file is not None:
+            specs += read_pods_file(settings.pods_file)
+    except InvalidInput as error:
+        raise InvalidSettings(str(error)) from error
+    counts = Counter(spec.name for spec in specs)
+    for name, count in counts.items():
+        if count > 1:
+            raise InvalidSettings(f"pod {name!r} is configured {count} times")
+    return specs
+
+
+def _decode(metrics: Metrics, payload: bytes, *, block_size: int | None = None) -> EventBatch:
+    batch = decode_batch(payload, block_size=block_size)
     if batch.ts is not None:
         metrics.observe_lag(time.time() - batch.ts)
     return batch

@@ -211,7 +211,7 @@ class MatchRowResponse(Body):
     reusable_tokens: int = Field(
         description="What an engine reuses: block_size * min(matched_blocks, (tokens - 1) // block_size)."
     )
-    percent: float = Field(description="Matched share of the prompt's tokens.")
+    percent: float = Field(description="Matched share of the prompt's full blocks.")
     tiers: dict[str, int] = Field(description="Depth in blocks by tier, cumulative from fast to slow.")
     speculative_blocks: int = Field(description="Depth when blocks announced by `/v1/prefixes` count too.")
     state: StateLabel

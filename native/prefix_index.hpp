@@ -137,6 +137,7 @@ class PrefixIndex {
     std::vector<uint64_t> prefixes;
     std::vector<bool> living;  // empty: all
     size_t next = 0;
+    bool restating = false;  // a root event: leading blocks that the slot names are told again, not copied
     std::optional<uint32_t> slot = {};  // made with the first block that is stored
   };
   struct Named {
@@ -157,7 +158,7 @@ class PrefixIndex {
   uint64_t store_frames(Context& context, Frame first, Tick now, bool count_copies);
   void release_waiters(const Context& context, uint32_t source, uint64_t engine_hash, uint64_t prefix,
                        std::vector<Frame>& frames);
-  void store_block(Context& context, uint32_t slot, uint64_t engine_hash, uint64_t prefix, Tick now,
+  bool store_block(Context& context, uint32_t slot, uint64_t engine_hash, uint64_t prefix, Tick now,
                    bool count_copies);
   Name* find_own_name(const Context& context, uint32_t slot, uint64_t key, uint64_t prefix, Tick now);
   PrefixEntry* hold(Context& context, uint32_t slot, PrefixEntry* entry, uint64_t prefix, Tick now);

@@ -108,6 +108,7 @@ Stored PrefixIndex::store(const Place& place, uint32_t id, std::span<const uint6
               {engine_hashes.begin(), engine_hashes.end()},
               hash_blocks(context, chain_from, blocks, tokens, extra),
               {}};
+  frame.restating = !parent && blocks > 1;
   return {store_frames(context, std::move(frame), now, count_copies), 0, 0};
 }
 
@@ -180,7 +181,8 @@ uint64_t PrefixIndex::store_frames(Context& context, Frame first, Tick now, bool
     const uint64_t prefix = frame.prefixes[block];
     if (frame.living.empty() || frame.living[block]) {
       if (!frame.slot) frame.slot = slot_of(context, frame.place);
-      store_block(context, *frame.slot, engine_hash, prefix, now, count_copies);
+      const bool count = count_copies && !frame.restating;
+      if (!store_block(context, *frame.slot, engine_hash, prefix, now, count)) frame.restating = false;
       ++stored;
     }
     if (!orphans_.is_empty()) release_waiters(context, frame.place.source, engine_hash, prefix, frames);
@@ -199,7 +201,8 @@ void PrefixIndex::release_waiters(const Context& context, uint32_t source, uint6
   }
 }
 
-void PrefixIndex::store_block(Context& context, uint32_t slot, uint64_t engine_hash, uint64_t prefix,
+// Tells whether the slot named the block before.
+bool PrefixIndex::store_block(Context& context, uint32_t slot, uint64_t engine_hash, uint64_t prefix,
                               Tick now, bool count_copies) {
   const uint64_t key = mix64(engine_hash);
   Name* const name = find_own_name(context, slot, key, prefix, now);
@@ -224,6 +227,7 @@ void PrefixIndex::store_block(Context& context, uint32_t slot, uint64_t engine_h
   }
   entry->last_seen = now;
   if (marks_ != 0) confirm(context, prefix, context.slots[slot].local);
+  return held && owned;
 }
 
 // The name (engine hash, prefix) of this context, whoever owns it. Should the slot call another prefix so,

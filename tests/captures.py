@@ -1,6 +1,6 @@
 """Frames that engines published (tests/data/captures), and the plain reading of them that tests trust.
 
-`plain_batch` reads decoded events, one Python object a value, in the obvious way: what the codec must agree with.
+`plain_batch` reads decoded events, one Python object a value, in the obvious way: the codec must agree.
 """
 
 from __future__ import annotations

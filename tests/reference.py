@@ -348,6 +348,9 @@ class ReferenceIndex:
     def _chain(self, run: _Run, before: int, count_copies: bool) -> int:
         """Depth first without recursion: a run waits on the stack while orphans of its last block go in."""
         stored = 0
+        restating = (
+            len(run.blocks) > 1 and before == self._contexts[run.slot[3]].seed
+        )  # a root event comes first
         work = [(run, iter(run.blocks), before)]
         while work:
             run, blocks, before = work.pop()
@@ -357,7 +360,9 @@ class ReferenceIndex:
             prefix = xxhash.xxh64_intdigest(block.content, seed=before)
             work.append((run, blocks, prefix))
             if block.living:
-                self._hold(run.slot, block.engine_hash, prefix, count_copies)
+                name = self._names.get(run.slot, {}).get(block.engine_hash)
+                restating = restating and name is not None and name.prefix == prefix
+                self._hold(run.slot, block.engine_hash, prefix, count_copies and not restating)
                 stored += 1
             waiting = [
                 orphan

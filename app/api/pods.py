@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
+from pydantic import TypeAdapter, ValidationError
 
 from app.api import bodies
 from app.api.document import described
 from app.api.wiring import Wiring, wiring_of
+from app.endpoints import rank_endpoints
+from app.errors import InvalidInput
 from app.events import Tier
-from app.pod_specs import pod_spec
-from app.pods import Pod, Source
-from app.schemas import PodRequest, PodResponse, PodsResponse, RemovedResponse, RemoveFields
+from app.pods import Pod, PodSpec, Source
+from app.schemas import Name, PodRequest, PodResponse, PodsResponse, RemovedResponse, RemoveFields
+
+_name: TypeAdapter[str] = TypeAdapter(Name)
 
 router = APIRouter(prefix="/v1/pods", tags=["pods"])
 
@@ -56,7 +60,7 @@ async def put_pod(pod: str, request: Request) -> Response:
     bodies.refuse_query(request)
     body = await bodies.read_body(request, wiring.settings.body_bytes_max)
     fields = bodies.validate(PodRequest, bodies.cut_fields(body, notation), notation)
-    registered = wiring.service.register(pod_spec(pod, fields))
+    registered = wiring.service.register(_spec(pod, fields))
     return bodies.answer(request, _shown(wiring, registered))
 
 
@@ -67,6 +71,20 @@ async def delete_pod(pod: str, request: Request) -> Response:
     """Forgets a pod and all that it holds, and stops following it."""
     wiring_of(request).service.drop_pod(pod)
     return Response(status_code=204)
+
+
+def _spec(name: str, said: PodRequest) -> PodSpec:
+    try:
+        _name.validate_python(name)
+    except ValidationError as error:
+        raise InvalidInput(
+            f"{name!r} is not a name for a pod: {error.errors()[0]['msg']}", field="pod"
+        ) from None
+    if said.zmq_endpoint is not None:
+        rank_endpoints(said.zmq_endpoint, said.replay_endpoint, said.dp_size)
+    elif said.replay_endpoint is not None:
+        raise InvalidInput("a replay_endpoint is of no use without a zmq_endpoint", field="replay_endpoint")
+    return PodSpec(name=name, **{**said.model_dump(), "lora": said.lora or None})
 
 
 def _shown(wiring: Wiring, pod: Pod) -> dict[str, Any]:

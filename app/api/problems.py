@@ -9,10 +9,11 @@ from __future__ import annotations
 import http
 from collections.abc import Sequence
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from app.errors import (
     BatchRejected,
@@ -50,6 +51,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(IndexerError, _indexer_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _sender_left)
     app.add_exception_handler(Exception, _our_fault)
 
 
@@ -117,6 +119,11 @@ async def _http_error(_request: Request, error: Exception) -> JSONResponse:
     headers = dict(error.headers) if error.headers else None
     slug = phrase.lower().replace(" ", "-")
     return problem(error.status_code, slug, detail, faults=[("", detail)], headers=headers)
+
+
+async def _sender_left(_request: Request, _error: Exception) -> Response:
+    """Nobody reads this; the status is for the metrics, where a sender that leaves is no fault of ours."""
+    return Response(status_code=499)
 
 
 async def _our_fault(_request: Request, _error: Exception) -> JSONResponse:

@@ -8,55 +8,61 @@ Hash. seed(context) = XXH64(msgpack([model, lora or nil, block_size]), seed=0);
 lora "" is the same as none. h[0] = XXH64(block bytes, seed(context)), h[i] = XXH64(block bytes, seed=h[i-1]);
 block bytes = token ids as uint32 LE, then the block's canonical extra keys (possibly none).
 
-Words. A slot is (source, context, tier, group). An engine hash E *names* prefix P in a slot, with a count of copies >= 1.
-A slot holds P while at least one of its names is for P. An entry is P with the slots that hold it and `last_seen`.
+Words. A slot is (source, context, tier, group). An engine hash E *names* prefix P in a slot, with copies >= 1. A slot
+holds P while at least one of its names is for P. An entry is P with the slots that hold it and `last_seen`.
 
-Expiry. An entry is expired when ttl > 0 and now - last_seen >= ttl. An expired entry is gone, and with it every name of
-it: nothing that happens later can tell it from one that never was (speculative marks have deadlines of their own).
+Expiry. An entry is expired when ttl > 0 and now - last_seen >= ttl. An expired entry is gone, and with it every
+name of it: nothing that happens later can tell it from one that never was (speculative marks have deadlines of their own).
 The same holds for an entry that capacity evicted. Only counts may include what is not swept yet: blocks_by_tier and
 orphan_blocks what has expired (but nothing that was cleared), ContextInfo.prefixes and stats also what was cleared.
 
 store(source, context, tier, group, engine_hashes, parent, token_ids, extra_keys)
-  parent None: the first block is a root. Else the parent is looked up among the source's names in this context: first in
-  the same slot, then in the source's other slots by (tier, group) ascending. Unknown: the event becomes an orphan.
-  Each block (E, P), in order: if the slot names E for another prefix P', that name is dropped with all its copies first
-  (newest wins). If the slot names E for P: copies + 1 (no change when `count_copies` is off; a caller never mixes the two
-  for one source). Else: name made, copies = 1.
+  parent None: the first block is a root. Else the parent is looked up among the source's names in this context:
+  first in the same slot, then in the source's other slots by (tier, group) ascending. Unknown: the event becomes an
+  orphan.
+  Each block (E, P), in order: if the slot names E for another prefix P', that name is dropped with all its copies
+  first (newest wins). If the slot names E for P: copies + 1 (no change when `count_copies` is off; a caller never
+  mixes the two for one source). Else: name made, copies = 1.
+  A root event of two or more blocks restates what its slot already names, up to the first block that it does not:
+  no copies there (an engine computes no leading block again that it holds, save the last one of a prompt; but
+  vLLM's `kv_cache_report_mode: full` tells the reused blocks once more, and removes each only once).
   last_seen = now. A speculative mark of the same (source, context, P) is removed: it is confirmed now.
-  After each block: all orphans that wait for (source, context, E) at that moment stop waiting and are chained to P, oldest
-  first, each with whatever its own blocks release (depth first), before the next block. So no orphan ever waits for a
-  hash that its source names in its context.
+  After each block: all orphans that wait for (source, context, E) at that moment stop waiting and are chained to P,
+  oldest first, each with whatever its own blocks release (depth first), before the next block. So no orphan ever
+  waits for a hash that its source names in its context.
 orphans
-  An orphan keeps its slot, parent hash, engine hashes, tokens, extra keys and one living copy of each block. Chaining it is
-  the store of its living blocks; dead blocks only lend their hash to the chain (and release their own waiters), and
-  for that an orphan stays when all its blocks are dead. Wherever orphan blocks are counted, dead ones count too.
-  Expired like entries, by the tick it came. Bounded by `orphan_blocks_max` blocks in all: the oldest are dropped to make
-  room (one that is larger than the bound is dropped itself, alone). Only these drops are reported by `orphan_drops`, not
-  expiry, clears or the eviction of a context.
+  An orphan keeps its slot, parent hash, engine hashes, tokens, extra keys and one living copy of each block.
+  Chaining it is the store of its living blocks; dead blocks only lend their hash to the chain (and release their
+  own waiters), and for that an orphan stays when all its blocks are dead. Wherever orphan blocks are counted, dead
+  ones count too.
+  Expired like entries, by the tick it came. Bounded by `orphan_blocks_max` blocks in all: the oldest are dropped to
+  make room (one that is larger than the bound is dropped itself, alone). Only these drops are reported by
+  `orphan_drops`, not expiry, clears or the eviction of a context.
 place(source, tier, group, engine_hashes)  blocks known by name only (placeholders)
-  Each E is looked up among all names of the source: by (tier, group, context) ascending. Found: (E, P) is stored as above in
-  the slot of that context. Unknown: counted, nothing else.
+  Each E is looked up among all names of the source: by (tier, group, context) ascending. Found: (E, P) is stored as
+  above in the slot of that context. Unknown: counted, nothing else.
 remove(source, tier, group, engine_hashes)
-  Each E, in every context where that slot names E (each counts as one removed block): copies - 1; at 0 the name goes;
-  when it was the slot's last name for P the slot no longer holds P; an entry that nobody holds is gone. Where no slot
-  names E: the oldest orphan of the same source, tier and group with a living E loses that copy (the first, if several).
-  Else: counted as unknown.
+  Each E, in every context where that slot names E (each counts as one removed block): copies - 1; at 0 the name
+  goes; when it was the slot's last name for P the slot no longer holds P; an entry that nobody holds is gone. Where
+  no slot names E: the oldest orphan of the same source, tier and group with a living E loses that copy (the first,
+  if several). Else: counted as unknown.
 clear(source, tier=None, context=None)
-  All slots of the source that fit hold nothing and name nothing; their orphans are dropped (not reported). With tier None
-  (everything) or GPU, the source's speculative marks go too (in that context or in all).
+  All slots of the source that fit hold nothing and name nothing; their orphans are dropped (not reported). With
+  tier None (everything) or GPU, the source's speculative marks go too (in that context or in all).
 drop_source(source): clear of everything; the id is not used again.
 match(context, token_ids | prefix_hashes)
   For each source and each tier t: depth[t] = number of leading blocks each held by the source on some tier <= t.
-  speculative depth = the same with any tier or a speculative mark. Rows, in no order, for sources with any depth > 0.
+  speculative depth = the same with any tier or a speculative mark. Rows, in no order, for sources with some
+  depth > 0.
   Tokens past the last full block and extra keys past the last block are ignored; missing extra keys are none.
   Every block of the longest confirmed depth gets last_seen = now; no other.
-add_speculative(context, source, prefix_hashes, ttl): marks (source, context, P) until now + ttl (the later of old and new);
-  a P that the source holds (in any slot of the context) is skipped. ttl >= 1; gone when now >= deadline. Bounded by
+add_speculative(context, source, prefix_hashes, ttl)
+  Marks (source, context, P) until now + ttl (the later of old and new); a P that the source holds (in any slot of the context) is skipped. ttl >= 1; gone when now >= deadline. Bounded by
   `speculative_blocks_max` in all (marks past their deadline may count until swept): surplus is refused and counted.
   Returns the hashes that are now marked because of the call, new or prolonged.
 capacity
-  A context never has more than `prefixes_per_context_max` entries: before an insertion that would exceed it, about a
-  sixteenth (at least one) of the least recently seen entries is evicted. More than `contexts_max` contexts: the
+  A context never has more than `prefixes_per_context_max` entries: before an insertion that would exceed it, about
+  a sixteenth (at least one) of the least recently seen entries is evicted. More than `contexts_max` contexts: the
   least recently used one (asked for by `context`, stored into or matched) is dropped whole, with its names, orphans
   and marks; its id is not used again.
 
@@ -175,7 +181,7 @@ class PrefixIndex:
 
     # -- contexts and sources
 
-    def context(self, model: str, lora: str | None, block_size: int, now: int) -> int:
+    def context(self, model: str, lora: str | None, block_size: int, now: int) -> int:  # noqa: ARG002 (the oracle's)
         """Id of the context, made when new (counts as use)."""
         lora = lora or None
         sizes = self._by_model.get((model, lora), {})
@@ -319,7 +325,8 @@ class PrefixIndex:
         return sorted(self._core.holders(context, prefix_hash, now))
 
     def blocks_by_tier(self, source: int) -> tuple[int, int, int, int]:
-        """Blocks held per tier (distinct prefixes per slot, summed over contexts and groups); expired ones count until swept."""
+        """Blocks held per tier: distinct prefixes per slot, summed over contexts and groups; expired ones count until
+        swept."""
         self._require_source(source)
         return self._core.blocks_by_tier(source)
 

@@ -22,7 +22,7 @@ class Reset(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """DEGRADED: batches were lost for good at this place. The other states are about the stream from here on."""
+    """DEGRADED: batches were lost for good at this place. Other states are about the stream from here on."""
 
     state: SourceState
     gaps: int = 0
@@ -31,7 +31,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class RequestReplay(msgspec.Struct, frozen=True):
-    """Ask for every batch from `start_seq` on, over a new socket, so that no older reply can be taken for this one's."""
+    """Ask for every batch from `start_seq` on, over a new socket, so that no older reply counts."""
 
     start_seq: int
 

@@ -1,16 +1,18 @@
 """The bounded way from the receiver thread to the one writer on the event loop.
 
-The thread puts whole batches, still undecoded, and what its trackers found out, in stream order; one scheduled call on
-the loop drains them in slices of `drain_slice_s`, so that queries wait for a slice at most and never for a backlog.
-Decoding happens in the drain: it needs the interpreter either way, and the thread keeps up with the sockets.
+The thread puts whole batches, still undecoded, and what its trackers found out, in stream order; one
+scheduled call on the loop drains them in slices of `drain_slice_s`, so that queries wait for a slice at
+most and never for a backlog. Decoding happens in the drain: it needs the interpreter either way, and the
+thread keeps up with the sockets.
 
-Full means full: the thread stops reading, ZMQ's own queues fill, the publisher drops, and the gap is replayed. The
-bounds may be passed by what one input of a tracker sets free, which is what its source held back during a replay.
+Full means full: the thread stops reading, ZMQ's own queues fill, the publisher drops, and the gap is
+replayed. The bounds may be passed by what one input of a tracker sets free, which is what its source held
+back during a replay.
 
 No lock: each counter has one writing thread, and deque.append and popleft are atomic.
 
-Trust is kept here, beside the queue's end, because it depends on what is in the batches: once batches were lost a
-stream stays `degraded` until its engine restarts or clears its cache.
+Trust is kept here, beside the queue's end, because it depends on what is in the batches: once batches
+were lost a stream stays `degraded` until its engine restarts or clears its cache.
 """
 
 from __future__ import annotations
@@ -146,17 +148,23 @@ class Feed:
         return False
 
     def flush(self) -> None:
-        """Have the loop drain what was put. Raises RuntimeError once the loop is closed."""
-        if self._queue and not self._drain_scheduled:
+        """Have the loop drain what was put."""
+        if self._queue and not self._drain_scheduled and not self._loop.is_closed():
             self._drain_scheduled = True
             self._loop.call_soon_threadsafe(self._drain)
+
+    @property
+    def is_deserted(self) -> bool:
+        """The loop ended without a word: nobody will drain again."""
+        return self._loop.is_closed()
 
     # -- the loop's side
 
     def close(self) -> None:
-        """Nothing is applied any more."""
+        """Nothing is applied any more. The receiver thread has ended before."""
         self._closed = True
         self._queue.clear()
+        self._taken_items, self._taken_bytes = self._put_items, self._put_bytes
 
     def _drain(self) -> None:
         self._drain_scheduled = False
@@ -188,10 +196,10 @@ class Feed:
         except Exception as error:
             # The edge of a task: one stream's fault, foreseen or not, must not stop the others.
             self.counters.batches_refused += 1
-            if isinstance(error, IndexerError):
-                logger.warning("%s rank %d: not applied: %s", stream.pod, stream.dp_rank, error)
-            else:
+            if not isinstance(error, IndexerError):
                 logger.exception("%s rank %d: not applied", stream.pod, stream.dp_rank)
+            elif not stream.lost:
+                logger.warning("%s rank %d: not applied: %s", stream.pod, stream.dp_rank, error)
             stream.lost = True
 
     def _act(self, stream: Stream, action: Action) -> None:
@@ -223,8 +231,9 @@ class Feed:
 
     def _report(self, stream: Stream, report: Report) -> None:
         if report.state is SourceState.DEGRADED:
+            if not stream.lost:  # once an episode, however many batches it costs
+                logger.warning("%s rank %d: degraded: %s", stream.pod, stream.dp_rank, report.cause)
             stream.lost = True
-            logger.warning("%s rank %d: %s", stream.pod, stream.dp_rank, report.cause)
         else:
             stream.state = report.state
             if report.cause:

@@ -1,15 +1,17 @@
 """One thread that owns every ZMQ socket: live streams in, replays asked for, batches handed to the feed.
 
-A thread with blocking sockets, because the asyncio ones cost 2.6 times the CPU for the same messages. It sleeps in one
-poll over everything: a SUB and its monitor per source, a DEALER per running replay, and a socket pair that wakes it.
+A thread with blocking sockets, because the asyncio ones cost 2.6 times the CPU for the same messages. It
+sleeps in one poll over everything: a SUB and its monitor per source, a DEALER per running replay, and a
+socket pair that wakes it.
 
 What it relies on:
-  monitors   a source is connected from the handshake to the end of its last connection. Both are told by the monitor,
-             which no order binds to the live frames; a tracker holds frames that come while it believes to be down.
-  heartbeats a peer that vanished without closing is noticed within `heartbeat_timeout_s`.
-  one DEALER a request: replies to a request that was given up die with its socket, unread.
-A source whose sockets cannot be opened is DOWN with the reason, and tried again every `reopen_interval_s`. A fault of
-our own costs every followed source a fresh start, is logged and counted, and never the thread.
+  monitors    a source is connected from the handshake to the end of its last connection. The monitor tells
+              both in no fixed order with the live frames, so a tracker holds frames that come while down.
+  heartbeats  a peer that vanished without closing is noticed within `heartbeat_timeout_s`.
+  one DEALER  for each replay request: replies to a request that was given up die with its socket, unread.
+
+A source whose sockets cannot be opened is DOWN with the reason, and tried again every `reopen_interval_s`. A
+fault of our own costs every followed source a fresh start, is logged and counted, and never the thread.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -52,7 +55,7 @@ _MONITORED = (
 class SocketLimits:
     """Bounds and intervals of sockets and of the thread's rounds."""
 
-    live_queue_messages_max: int = 10_000  # ZMQ's receive queue of one live stream
+    live_queue_messages_max: int = 1_000  # ZMQ's receive queue of one live stream; the engine's own is larger
     replay_queue_messages_max: int = 1_000  # of one replay
     message_bytes_max: int = 64 * 1024 * 1024
     held_bytes_max: int = 256 * 1024 * 1024  # live batches that wait for replays, all sources together
@@ -104,7 +107,7 @@ class _Subscription:
 
 
 class Receiver:
-    """`follow`, `unfollow`, `start`, `wake` and `stop` belong to the loop's thread; the rest runs on its own."""
+    """`follow`, `unfollow`, `start`, `wake`, `stop` belong to the loop's thread, the rest to its own."""
 
     def __init__(self, feed: Feed, sequence: SequenceLimits, limits: SocketLimits) -> None:
         self._feed = feed
@@ -128,6 +131,7 @@ class Receiver:
         self._waiting: deque[_Subscription] = deque()
         self._running_replays = 0
         self._next_tick_s = 0.0
+        self._rounds = 0
         self._budget = HoldBudget(limits.held_bytes_max)
         self.counters = ReceiverCounters()
         self.sequence_counters = SequenceCounters()
@@ -192,7 +196,7 @@ class Receiver:
         self._wake_poller.register(self._wake_in.fileno(), zmq.POLLIN)
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         try:
-            while not self._stopping:
+            while not (self._stopping or self._feed.is_deserted):
                 try:
                     self._round()
                 except Exception:
@@ -214,20 +218,47 @@ class Receiver:
         ready = [item for item, _ in self._poller.poll(self._poll_timeout_ms())]
         self._clear_wakes()
         now = time.monotonic()
-        for item in ready:
-            if (subscription := self._by_socket.get(item)) is not None and item is subscription.monitor:
-                self._read_monitor(subscription, now)
-        for item in ready:
-            if (subscription := self._by_socket.get(item)) is not None and item is not subscription.monitor:
-                self._read(subscription, item, now)
+        self._rounds += 1
+        first = self._rounds % max(
+            len(ready), 1
+        )  # whoever comes late when the queue fills up comes early next
+        unread: set[_Subscription] = set()
+        for item in ready[first:] + ready[:first]:
+            subscription = self._by_socket.get(item)
+            if subscription is None:
+                continue
             if self._feed.is_full():
-                break
-        else:
-            # Only after every ready socket was read: a deadline that passed while its reply lay in a queue is not missed.
-            if now >= self._next_tick_s:
-                self._next_tick_s = now + self._limits.tick_interval_s
-                self._tick(now)
+                unread.add(subscription)
+            else:
+                self._guarded(subscription, self._read, item, now)
+        if now >= self._next_tick_s:
+            self._next_tick_s = now + self._limits.tick_interval_s
+            for subscriptions in self._subscriptions.values():
+                for subscription in subscriptions:
+                    if subscription not in unread:  # a reply that waits in a queue is not overdue
+                        self._guarded(subscription, self._tick, None, now)
         self._feed.flush()
+
+    def _guarded(
+        self,
+        subscription: _Subscription,
+        step: Callable[[_Subscription, Any, float], None],
+        item: zmq.Socket[bytes] | None,
+        now: float,
+    ) -> None:
+        """The edge of one source's work: its fault costs that source a fresh start, and no other."""
+        try:
+            step(subscription, item, now)
+        except Exception:
+            self.counters.faults += 1
+            stream = subscription.stream
+            logger.exception("%s rank %d failed in the receiver; followed anew", stream.pod, stream.dp_rank)
+            self._close(subscription, now)
+            subscription.tracker.close()
+            self._feed.put(stream, Reset(restarted=False, cause="the receiver failed"))
+            self._report_down(subscription, "the receiver failed; see the log")
+            subscription.tracker = self._tracker(subscription.replay, now)
+            subscription.reopen_at_s = now + self._limits.reopen_interval_s
 
     def _poll_timeout_ms(self) -> int | None:
         if not self._subscriptions:
@@ -258,21 +289,21 @@ class Receiver:
     def _subscription(
         self, pod: FollowedPod, stream: Stream, publisher: Endpoint, replay: Endpoint | None, now: float
     ) -> _Subscription:
-        tracker = SequenceTracker(
+        return _Subscription(stream, publisher, replay, pod.topic, self._tracker(replay, now))
+
+    def _tracker(self, replay: Endpoint | None, now: float) -> SequenceTracker:
+        return SequenceTracker(
             self._sequence,
             self._budget,
             self.sequence_counters,
             replay_endpoint=replay is not None,
             now=now,
         )
-        return _Subscription(stream, publisher, replay, pod.topic, tracker)
 
-    def _tick(self, now: float) -> None:
-        for subscriptions in self._subscriptions.values():
-            for subscription in subscriptions:
-                if subscription.reopen_at_s is not None and now >= subscription.reopen_at_s:
-                    self._open(subscription, now)
-                self._perform(subscription, subscription.tracker.tick(now), now)
+    def _tick(self, subscription: _Subscription, _: Any, now: float) -> None:
+        if subscription.reopen_at_s is not None and now >= subscription.reopen_at_s:
+            self._open(subscription, now)
+        self._perform(subscription, subscription.tracker.tick(now), now)
 
     def _start_over(self) -> None:
         for pod, subscriptions in list(self._subscriptions.items()):
@@ -287,6 +318,9 @@ class Receiver:
     # -- reading
 
     def _read(self, subscription: _Subscription, item: zmq.Socket[bytes], now: float) -> None:
+        if item is subscription.monitor:
+            self._read_monitor(subscription, now)
+            return
         for _ in range(self._limits.reads_per_round_max):
             if item.closed:
                 return
@@ -306,13 +340,16 @@ class Receiver:
                 else:
                     self._read_reply(subscription, frames, now)
             except UnreadableBatch as error:
-                self.counters.messages_malformed += 1
-                logger.warning(
-                    "%s rank %d: message dropped: %s",
-                    subscription.stream.pod,
-                    subscription.stream.dp_rank,
-                    error,
-                )
+                self._count_malformed(subscription.stream, error)
+
+    def _count_malformed(self, stream: Stream, error: UnreadableBatch) -> None:
+        count = self.counters.messages_malformed = self.counters.messages_malformed + 1
+        if (
+            count & (count - 1) == 0
+        ):  # the 1st, 2nd, 4th, 8th ...: a peer that sends nothing else floods no log
+            logger.warning(
+                "%s rank %d: malformed message (%d in all): %s", stream.pod, stream.dp_rank, count, error
+            )
 
     def _read_reply(self, subscription: _Subscription, frames: list[bytes], now: float) -> None:
         message = parse_replay_reply(frames)

@@ -2,9 +2,10 @@
 
     pod-a=tcp://10.0.0.7:5557,model=llama-3,replay=tcp://10.0.0.7:5558,block_size=16,dp_size=2
 
-The first part names the pod and where it publishes (nothing after `=`: it posts its events by HTTP); of the others only
-`model` must be there. A pods file has one such line a pod, so that there is one notation to know; blank lines and lines
-that begin with `#` are skipped. Values cannot contain a comma; every key is known or refused, with its place.
+The first part names the pod and where it publishes (nothing after `=`: it posts its events by HTTP); of
+the others only `model` must be there. A pods file has one such line a pod, so that there is one notation
+to know; blank lines and lines that begin with `#` are skipped. Values cannot contain a comma; every key
+is known or refused, with its place.
 """
 
 from __future__ import annotations

@@ -1,23 +1,25 @@
-"""From two lossy streams of one source, live and replay, to one: every batch once, in order, or a report that some are lost.
+"""From two lossy streams of one source, live and replay, to one: every batch once, in order.
 
-A state machine without sockets or clock: frames, replies and `now` (seconds, monotonic) go in, actions come out.
+A state machine without sockets or clock: frames, replies and `now` (seconds, monotonic) go in, actions come
+out. Where it cannot keep its promise it reports the loss, and the stream goes on.
 
-What it makes up for          how
-  batches before we connected   the first contact replays from 0
-  a gap in the live numbers     live batches are held, the gap is replayed, what came twice is dropped by number
-  a replay cut short            (engines before vLLM 0.33 drop replies and the end marker) asked again from where it
-                                stopped, as long as each round brings something
-  a restarted engine            its numbers fall back to 0 without a word. Seen by a live number that falls back, or by
-                                a batch that differs from the one seen under its number; every replay therefore starts
-                                at the last batch already delivered, and so does the check after each reconnect
-  every frame delivered twice   the same number with the same digest: dropped, never taken for a restart
-  a lost tail                   when nothing came for a while, the replay socket is asked whether there is more
-  a silent replay socket        the gap is given up and the source degraded; once the socket answers and still knows
-                                batch 0, all is learned again from there
+    what happens                  what is done
+    batches before we connected   the first contact replays from 0
+    a gap in the live numbers     live batches are held, the gap is replayed, what came twice is dropped
+    a replay cut short            (engines before vLLM 0.33 drop replies and the end marker) asked again from
+                                  where it stopped, as long as each round brings something
+    a restarted engine            its numbers fall back to 0 without a word. Seen by a live number that falls
+                                  back, or by a batch that differs from the one seen under its number: so
+                                  every replay, and the check after a reconnect, starts at the last batch
+    every frame delivered twice   same number, same digest: dropped, never taken for a restart
+    a lost tail                   after a quiet while, the replay socket is asked whether there is more
+    a silent replay socket        the gap is given up; once the socket answers and still knows batch 0, all
+                                  is learned again from there
+    a buffer that rolled over     what it no longer has is lost
 
-What it cannot: batches that the engine's buffer no longer has. They are reported as lost (DEGRADED), the stream goes on.
-Memory is bounded: `held_batches_max`, the shared byte budget and a ring of digests. An input costs O(1), plus what it
-delivers.
+Without a replay endpoint it cannot see a restart whose first batch to arrive has just the next number.
+Memory is bounded: `held_batches_max`, the byte budget that all trackers share, a ring of digests. An input
+costs O(1), plus what it delivers.
 """
 
 from __future__ import annotations
@@ -413,13 +415,19 @@ class SequenceTracker:
         return released
 
     def _lose_up_to(self, seq: int, why: str) -> None:
-        """Give up every number below `seq` that has not been delivered."""
-        cause = f"batches {self._expected()}..{seq - 1} are lost: {why}"
+        """Give up what is missing below `seq`; what is held from below it is delivered."""
+        cause = f"batches are missing in {self._expected()}..{seq - 1}: {why}"
         self._report(SourceState.DEGRADED, gaps=0 if self._gap_counted else 1, cause=cause)
         self._gap_counted = False
-        self._last = seq - 1
-        self._last_digest = self._digests.get(seq - 1)
-        self._held.drop_below(seq)
+        while self._held and (lowest := self._held.lowest()) < seq:
+            self._skip_to(lowest)
+            self._release()
+        if self._expected() < seq:
+            self._skip_to(seq)
+
+    def _skip_to(self, seq: int) -> None:
+        self._last = seq - 1 if seq > 0 else None
+        self._last_digest = self._digests.get(seq - 1) if seq > 0 else None
 
     def _go_live(self, now: float) -> None:
         self._abandon_replay()

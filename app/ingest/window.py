@@ -1,8 +1,10 @@
-"""What a sequence tracker remembers: digests of the batches it saw, and live batches that must wait for a replay.
+"""What a sequence tracker remembers: digests of the batches it saw, and live batches that must wait for a
+replay.
 
-Digests tell a frame that came twice from another batch with the same number, which is what a restarted engine sends.
-They are Python's own 64-bit SipHash of the payload: keyed per process, faster than any digest in hashlib for payloads of
-this size, and never stored or sent. A ring of plain arrays costs 16 bytes a remembered batch.
+Digests tell a frame that came twice from another batch with the same number, which is what a restarted
+engine sends. They are Python's own 64-bit SipHash of the payload: keyed per process, faster than any
+digest in hashlib for payloads of this size, and never stored or sent. A ring of plain arrays costs 16
+bytes a remembered batch.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ _NO_SEQ = 2**64 - 1  # ends a replay, so no batch has it
 
 
 class DigestRing:
-    """Digest by sequence number for about the last `size` numbers; a newer number takes an older one's place."""
+    """Digest by sequence number for about the last `size` numbers; newer ones take the older ones' places."""
 
     def __init__(self, size: int) -> None:
         assert size > 0, "a ring has at least one place"
@@ -87,10 +89,6 @@ class HeldBatches:
 
     def lowest(self) -> int:
         return min(self._payloads)
-
-    def drop_below(self, seq: int) -> None:
-        for held in [held for held in self._payloads if held < seq]:
-            self.pop(held)
 
     def take_all(self) -> list[tuple[int, bytes]]:
         held = sorted(self._payloads.items())

@@ -1,14 +1,15 @@
 """Events as an engine publishes them, in the shape of each group of releases: for simulated pods and tests.
 
-A form is a table of field names, in wire order, and of those that every event of the form carries even when
-they are null. Arrays leave out null elements at their end, maps leave out every other null field. An event
-that sets a field which the form does not have is published without it, as the old engine would have done.
+A form is a table of field names, in wire order, and of those that have no default. The engines' encoders are
+msgspec structs, and so are these: arrays carry every field of their release, maps leave out optional fields
+that are null. What an event sets beyond its form is not published, as the old engine would not.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ WireEvent = Stored | Removed | Cleared
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shape:
-    """`required` of the names are there even when null; the batch of `is_batch_map` is a map too."""
+    """The names in `required` have no default; with `is_batch_map` the batch is a map too."""
 
     stored: tuple[str, ...]
     removed: tuple[str, ...]
@@ -111,26 +112,26 @@ def encode_batch(
     form: WireForm, *, ts: float, events: Sequence[WireEvent | msgspec.Raw], dp_rank: int | None = 0
 ) -> bytes:
     """The payload frame. A `msgspec.Raw` among the events is put in as it is."""
-    shape = form.value
-    encoded = [event if isinstance(event, msgspec.Raw) else _event(shape, event) for event in events]
-    if shape.is_batch_map:
+    encoded = [event if isinstance(event, msgspec.Raw) else _wire_struct(form, event) for event in events]
+    if form.value.is_batch_map:
         rank = {} if dp_rank is None else {"data_parallel_rank": dp_rank}
         return _encoder.encode({"type": "KVEventBatch", "ts": ts, "events": encoded, **rank})
-    return _encoder.encode([ts, encoded, *(() if dp_rank is None else (dp_rank,))])
+    return _encoder.encode([ts, encoded, dp_rank])
 
 
-def _event(shape: Shape, event: WireEvent) -> list[Any] | dict[str, Any]:
+def _wire_struct(form: WireForm, event: WireEvent) -> msgspec.Struct:
     match event:
         case Stored():
-            tag, names = "BlockStored", shape.stored
+            tag, names = "BlockStored", form.value.stored
         case Removed():
-            tag, names = "BlockRemoved", shape.removed
+            tag, names = "BlockRemoved", form.value.removed
         case Cleared():
             tag, names = "AllBlocksCleared", ()
-    values = [(name, getattr(event, name)) for name in names]
-    if shape.is_map:
-        kept = {name: value for name, value in values if value is not None or name in shape.required}
-        return {"type": tag, **kept}
-    while values and values[-1][1] is None and values[-1][0] not in shape.required:
-        values.pop()
-    return [tag, *(value for _, value in values)]
+    return _struct_type(form, tag, names)(*(getattr(event, name) for name in names))
+
+
+@functools.cache
+def _struct_type(form: WireForm, tag: str, names: tuple[str, ...]) -> type[msgspec.Struct]:
+    shape = form.value
+    fields = [(name, Any) if name in shape.required else (name, Any, None) for name in names]
+    return msgspec.defstruct(tag, fields, tag=True, omit_defaults=True, array_like=not shape.is_map)

@@ -1,8 +1,9 @@
 """Follows the event streams of every registered pod over ZMQ and feeds them to the service.
 
-Three parts: a receiver thread that owns the sockets, one sequence tracker a source that makes a gapless stream of what
-the sockets bring, and a feed that hands batches to the service on the event loop's thread. This is their front: told
-by the service which pods there are, asked by the API and the metrics how it goes.
+Three parts: a receiver thread that owns the sockets, one sequence tracker a source that makes a gapless
+stream of what the sockets bring, and a feed that hands batches to the service on the event loop's thread.
+This is their front: told by the service which pods there are, asked by the API and the metrics how it
+goes.
 
 A pod whose endpoints make no sense is not followed; its ranks are `down` and say why.
 """
@@ -16,13 +17,15 @@ from collections.abc import Iterator, Mapping
 
 from app.endpoints import Endpoint, rank_endpoints
 from app.errors import InvalidInput
-from app.ingest.feed import Feed, QueueLimits, Stream, Writer
+from app.ingest.feed import Decode, Feed, QueueLimits, Stream, Writer
 from app.ingest.receiver import FollowedPod, Receiver, SocketLimits
 from app.ingest.sequence import SequenceLimits
 from app.ingest.vllm import decode_batch
 from app.pods import PodSpec, SourceState
 
 logger = logging.getLogger(__name__)
+
+_RANKS_TOLD_MAX = 1_024  # of a pod that cannot be followed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,8 +40,15 @@ class ZmqSettings:
 class ZmqIngest:
     """A PodListener. All calls are made from the event loop's thread; `stop` blocks for milliseconds."""
 
-    def __init__(self, writer: Writer, settings: ZmqSettings | None = None) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        settings: ZmqSettings | None = None,
+        *,
+        decode: Decode = decode_batch,
+    ) -> None:
         self._writer = writer
+        self._decode = decode
         self._settings = settings or ZmqSettings()
         self._specs: dict[str, PodSpec] = {}
         self._pods: dict[str, FollowedPod] = {}
@@ -49,7 +59,7 @@ class ZmqIngest:
         """On the running event loop; pods that were added before are followed from now on."""
         assert self._receiver is None, "started once"
         loop = asyncio.get_running_loop()
-        self._feed = Feed(self._writer, decode_batch, self._settings.queue, loop, self._resume_reading)
+        self._feed = Feed(self._writer, self._decode, self._settings.queue, loop, self._resume_reading)
         self._receiver = Receiver(self._feed, self._settings.sequence, self._settings.sockets)
         for pod in self._pods.values():
             self._receiver.follow(pod)
@@ -66,7 +76,7 @@ class ZmqIngest:
     # -- PodListener
 
     def pod_added(self, spec: PodSpec) -> None:
-        """Follow it. A pod already followed with the same spec is left alone; with another, it is followed anew."""
+        """Follow it; followed with the same spec already, nothing changes; with another, anew."""
         if self._specs.get(spec.name) == spec:
             return
         self.pod_removed(spec.name)
@@ -76,7 +86,7 @@ class ZmqIngest:
             ranks = rank_endpoints(spec.zmq_endpoint, spec.replay_endpoint, spec.dp_size)
         except InvalidInput as error:
             logger.error("%s is not followed: %s", spec.name, error)
-            for rank in range(max(spec.dp_size, 0)):
+            for rank in range(min(spec.dp_size, _RANKS_TOLD_MAX)):
                 self._writer.set_source_state(spec.name, rank, SourceState.DOWN, cause=str(error))
             return
         streams = tuple(
@@ -84,14 +94,16 @@ class ZmqIngest:
             for rank, (publisher, replay) in enumerate(ranks)
         )
         self._specs[spec.name] = spec
-        pod = self._pods[spec.name] = FollowedPod(spec.name, spec.topic.encode(), streams)
+        pod = self._pods[spec.name] = FollowedPod(
+            spec.name, spec.topic.encode(errors="surrogatepass"), streams
+        )
         for stream, _, _ in streams:
             self._writer.set_source_state(stream.pod, stream.dp_rank, stream.state, cause=stream.cause)
         if self._receiver is not None:
             self._receiver.follow(pod)
 
     def pod_removed(self, name: str) -> None:
-        """Stop following it: from here on nothing of it reaches the service. A pod that is not followed is fine."""
+        """From here on nothing of it reaches the service. A pod that is not followed is fine."""
         self._specs.pop(name, None)
         pod = self._pods.pop(name, None)
         if pod is None:

@@ -1,21 +1,19 @@
-"""`kvindexer replay`: the command line of the check."""
+"""`kvindexer replay`: the command line of the check. Sockets and codec are loaded when it runs."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from app.errors import IndexerError
-from app.replay.formats import load_capture
-from app.replay.indexer import IndexerUnderTest, own_indexer
-from app.replay.runner import Replay, ReplaySettings
+from app.replay.settings import ReplaySettings
 from app.replay.verdict import Report, Scope, Unjudged
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SCOPE_TITLES = {
     Scope.OUTSIDE: "outside reset windows",
@@ -52,26 +50,33 @@ def replay(
 
     Exit status: 0 every request judged outside reset windows is exact, 1 otherwise, 2 wrong usage.
     """
-    try:
-        loaded = load_capture(capture)
-        with contextlib.ExitStack() as stack:
-            address = url if url is not None else stack.enter_context(own_indexer())
-            indexer = stack.enter_context(IndexerUnderTest(address, api_key=api_key))
-            report = Replay(loaded, indexer, ReplaySettings(host, deadline_s, keep_pods)).run()
-    except IndexerError as error:
-        Console(stderr=True).print(f"replay: {error}", style="red", markup=False)
-        raise typer.Exit(1) from error
+    from app.replay.formats import load_capture
+    from app.replay.indexer import IndexerUnderTest, own_indexer
+    from app.replay.runner import Replay
+
+    loaded = load_capture(capture)
+    with contextlib.ExitStack() as stack:
+        address = url if url is not None else stack.enter_context(own_indexer())
+        indexer = stack.enter_context(IndexerUnderTest(address, api_key=api_key))
+        report = Replay(loaded, indexer, ReplaySettings(host, deadline_s, keep_pods)).run()
     if as_json:
         typer.echo(json.dumps(report.as_json()))
     else:
+        from rich.console import Console
+
         print_report(report, Console())
     if not report.passed:
         raise typer.Exit(1)
 
 
 def print_report(report: Report, console: Console) -> None:
-    played = f"{report.frames} frames, model {report.model}, block size {report.block_size}"
-    table = Table(title=f"{report.capture}: {played}")
+    from rich.table import Table
+
+    console.print(
+        f"{report.capture}: {report.frames} frames, model {report.model}, block size {report.block_size}",
+        highlight=False,
+    )
+    table = Table()
     table.add_column("")
     for column in ("requests", "exact", "over", "under"):
         table.add_column(column, justify="right")

@@ -18,17 +18,11 @@ from collections.abc import Collection
 from app.errors import InvalidInput, InvalidSettings, Unresponsive
 from app.replay.capture import Answer, Capture, Frame, Reset, Send
 from app.replay.indexer import POLL_INTERVAL_S, IndexerUnderTest
+from app.replay.settings import ReplaySettings
 from app.replay.verdict import Report, Scope, Unjudged, Verdict, nearest
 from app.simulator.publisher import Publisher, PublisherSettings
 
 PORT_ATTEMPTS_MAX = 50
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReplaySettings:
-    host: str = "127.0.0.1"  # where the publishers listen, as the indexer reaches them
-    deadline_s: float = 10.0  # for the indexer to subscribe, and to apply what was published
-    keep_pods: bool = False
 
 
 @dataclasses.dataclass(slots=True)

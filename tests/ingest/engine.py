@@ -1,4 +1,6 @@
-"""The truth that ingest must find: an engine's stream of one source, as plain lists, and what its sockets would say."""
+"""The truth that ingest must find: an engine's stream of one source, as plain lists, and what its sockets
+would say.
+"""
 
 from __future__ import annotations
 

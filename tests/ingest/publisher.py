@@ -1,7 +1,9 @@
-"""An engine's publisher as real sockets: PUB and ROUTER on one thread, numbering, buffer, and faults to switch on.
+"""An engine's publisher as real sockets: PUB and ROUTER on one thread, numbering, buffer, and faults to
+switch on.
 
-It speaks the protocol of the engines (one thread publishes and serves replays in between), not their code. `batches` is
-the truth of this incarnation. Commands run on the thread that owns the sockets; `call` returns when one is done.
+It speaks the protocol of the engines (one thread publishes and serves replays in between), not their
+code. `batches` is the truth of this incarnation. Commands run on the thread that owns the sockets; `call`
+returns when one is done.
 """
 
 from __future__ import annotations

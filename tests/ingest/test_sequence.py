@@ -49,6 +49,35 @@ def test_a_rolled_over_buffer_is_a_loss() -> None:
     assert bench.gaps == 1
 
 
+def test_a_loss_spares_what_came_live_below_the_buffer() -> None:
+    bench = connected(3, engine=SimulatedEngine(buffer_batches=1))
+    bench.publish(1, lost=True)
+    bench.publish(2)
+    bench.answer()
+    assert bench.delivered == bench.engine.batches[:3] + bench.engine.batches[4:]
+    assert bench.lost
+
+
+def test_a_restart_that_the_buffer_cannot_rule_out_is_told() -> None:
+    bench = connected(1, engine=SimulatedEngine(buffer_batches=2))
+    bench.engine.restart()
+    bench.publish(3, lost=True)
+    bench.wait(LIMITS.probe_interval_s)
+    bench.answer()  # batch 1 follows in number on batch 0, which was another one's
+    assert bench.lost
+
+
+def test_a_silent_replay_socket_of_an_engine_without_batches_heals() -> None:
+    bench = Bench()
+    bench.connect()
+    while not bench.lost:
+        bench.wait(LIMITS.replay_timeout_s)
+    while bench.request is None:
+        bench.wait(1.0)
+    bench.answer()
+    assert bench.is_trusted()
+
+
 def test_a_gap_is_replayed_and_the_overlap_dropped() -> None:
     bench = connected()
     bench.publish(2, lost=True)

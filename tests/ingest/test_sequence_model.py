@@ -1,9 +1,10 @@
-"""Random histories of one source against the tracker: what it delivered is the engine's truth, or it says that it is not.
+"""Random histories of one source against the tracker: what it delivered is the engine's truth, or it says
+that it is not.
 
-The engine publishes, forgets, restarts (seen or unseen by the connection); the network drops, doubles and disconnects;
-the replay socket answers, answers in part, drops replies, keeps silent. After each history everything is repaired for a
-while, and then: delivered == published, in order, once. A loss is an excuse only where the engine had forgotten or the
-replay socket had been silent.
+The engine publishes, forgets, restarts (seen or unseen by the connection); the network drops, doubles and
+disconnects; the replay socket answers, answers in part, drops replies, keeps silent. After each history
+everything is repaired for a while, and then: delivered == published, in order, once. A loss is an excuse
+only where the engine had forgotten or the replay socket had been silent.
 """
 
 from __future__ import annotations

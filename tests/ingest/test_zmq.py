@@ -1,4 +1,6 @@
-"""ZmqIngest over real sockets: whatever an engine or the network does, the writer gets the engine's stream or is told."""
+"""ZmqIngest over real sockets: whatever an engine or the network does, the writer gets the engine's stream
+or is told.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from contextlib import contextmanager
 
 import pytest
 
+from app.endpoints import Endpoint
 from app.errors import UnknownPod
 from app.events import EventBatch
-from app.ingest.feed import QueueLimits
-from app.ingest.receiver import SocketLimits
+from app.ingest.actions import Action, Deliver
+from app.ingest.feed import Feed, QueueLimits, Stream
+from app.ingest.receiver import FollowedPod, Receiver, SocketLimits
 from app.ingest.sequence import SequenceLimits
 from app.ingest.vllm import decode_batch
 from app.ingest.zmq import ZmqIngest, ZmqSettings
@@ -113,7 +117,6 @@ class Scene:
 @contextmanager
 def scene(settings: ZmqSettings = SETTINGS) -> Iterator[Scene]:
     """Inside a running loop. At the end the ingest leaves no thread and no descriptor behind."""
-    descriptors = len(os.listdir("/proc/self/fd"))
     ledger = Ledger()
     ingest = ZmqIngest(ledger, settings)
     ingest.start()
@@ -124,7 +127,6 @@ def scene(settings: ZmqSettings = SETTINGS) -> Iterator[Scene]:
     finally:
         ingest.stop()
     assert "zmq-ingest" not in {thread.name for thread in threading.enumerate()}
-    del descriptors
 
 
 def spec(publisher: Publisher, name: str = "pod", **changes: object) -> PodSpec:
@@ -305,7 +307,7 @@ def test_without_a_replay_endpoint(publishers: Callable[..., Publisher]) -> None
         with scene() as at:
             at.ingest.pod_added(spec(publisher, replay_endpoint=None))
             await at.until_state(SourceState.CATCHING_UP)
-            # The subscription may reach the publisher after its first batches; then these are lost, and that is told.
+            # The subscription may reach the publisher late; then batches are lost, and that is told.
             while at.ledger.entry().seqs == []:
                 publisher.publish(1)
                 await asyncio.sleep(0.01)
@@ -600,5 +602,77 @@ def test_pods_added_before_the_start_are_followed(publishers: Callable[..., Publ
         finally:
             ingest.stop()
             ingest.stop()
+
+    asyncio.run(run())
+
+
+class FaultyFeed(Feed):
+    """Fails once, in the middle of one stream."""
+
+    failed = False
+
+    def put(self, stream: Stream, action: Action) -> None:
+        if stream.pod == "faulty" and isinstance(action, Deliver) and action.seq == 2 and not self.failed:
+            self.failed = True
+            raise RuntimeError("made by the test")
+        super().put(stream, action)
+
+
+def test_a_fault_of_our_own_costs_its_source_a_fresh_start_and_no_other(
+    publishers: Callable[..., Publisher], caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty, other = publishers(), publishers()
+    faulty.publish(4)
+    other.publish(4)
+
+    def followed(name: str, publisher: Publisher) -> FollowedPod:
+        live = Endpoint("127.0.0.1", publisher.port)
+        replay = Endpoint("127.0.0.1", publisher.replay_port)
+        return FollowedPod(name, b"", ((Stream(name, 0, str(live), str(replay)), live, replay),))
+
+    async def run() -> None:
+        ledger = Ledger()
+        feed = FaultyFeed(
+            ledger, decode_batch, QueueLimits(), asyncio.get_running_loop(), lambda: receiver.wake()
+        )
+        receiver = Receiver(feed, SEQUENCE, SOCKETS)
+        receiver.follow(followed("faulty", faulty))
+        receiver.follow(followed("other", other))
+        receiver.start()
+        try:
+            at = Scene(ledger, ZmqIngest(ledger))
+            await at.until(lambda: ledger.is_exact(faulty, "faulty"), "the fresh start brings everything")
+            await at.until(lambda: ledger.is_exact(other, "other"), "the other never noticed")
+            assert receiver.counters.faults == 1
+            assert ledger.entry("faulty").resets == [False]
+            assert ledger.entry("other").resets == []
+        finally:
+            receiver.stop()
+
+    with caplog.at_level("ERROR"):
+        asyncio.run(run())
+    assert "made by the test" in caplog.text
+
+
+def test_neither_descriptors_nor_threads_are_left(publishers: Callable[..., Publisher]) -> None:
+    publisher = publishers()
+    publisher.publish(2)
+
+    async def run() -> None:
+        before = set(os.listdir("/proc/self/fd")), threading.active_count()
+        with scene() as at:
+            for _ in range(3):
+                at.ingest.pod_added(spec(publisher))
+                at.ingest.pod_added(spec(publisher, name="absent", zmq_endpoint="tcp://127.0.0.1:1"))
+                await at.until_exact(publisher)
+                at.ingest.pod_removed("pod")
+                at.ingest.pod_removed("absent")
+                at.ledger.sources.clear()
+        # The publisher in this process notices the end of its connections in its own time.
+        loop = asyncio.get_running_loop()
+        give_up_at_s = loop.time() + DEADLINE_S
+        while (len(os.listdir("/proc/self/fd")), threading.active_count()) != (len(before[0]), before[1]):
+            assert loop.time() < give_up_at_s, (before, os.listdir("/proc/self/fd"), threading.enumerate())
+            await asyncio.sleep(0.01)
 
     asyncio.run(run())

@@ -1,0 +1,68 @@
+"""How every benchmark measures and prints: CPU time a call (wall time where it says so), median and p99.
+
+Timings of one run are comparable with each other; machines are shared and noisy, so compare ratios, not runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timing:
+    """Microseconds a call."""
+
+    median_us: float
+    p99_us: float
+    max_us: float
+    calls: int
+
+    def __str__(self) -> str:
+        return (
+            f"median {self.median_us:8.2f} us   p99 {self.p99_us:8.2f} us   "
+            f"max {self.max_us:9.2f} us   {self.calls} calls"
+        )
+
+
+def time_calls(call: Callable[[T], object], arguments: Iterable[T]) -> Timing:
+    """Wall time of single calls by perf_counter: a thread's CPU clock is too coarse for microseconds."""
+    samples = []
+    for argument in arguments:
+        begin = time.perf_counter_ns()
+        call(argument)
+        samples.append(time.perf_counter_ns() - begin)
+    samples.sort()
+    return Timing(
+        statistics.median(samples) / 1e3,
+        samples[min(len(samples) - 1, len(samples) * 99 // 100)] / 1e3,
+        samples[-1] / 1e3,
+        len(samples),
+    )
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def print_machine() -> None:
+    cpu = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.split(":", 1)[1].strip()
+            break
+    print(f"machine: {cpu}, {platform.system()} {platform.release()}, Python {sys.version.split()[0]}")
+
+
+def print_line(name: str, value: object) -> None:
+    print(f"{name:<58} {value}", flush=True)

@@ -1,0 +1,163 @@
+"""The index in process: memory a block, match, store, remove, clear and sweep, with every answer checked.
+
+    python -m benchmarks.prefix_index [--blocks 1000000] [--pods 8] [--fleet 64]
+
+A chain is one prompt of 4,096 tokens, 256 blocks of 16. Chains are looked up in random order, so that a match
+finds none of its entries in a CPU cache (unless the whole index fits there). The floor beside a match is the hash chain
+alone, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import struct
+
+from app import _native
+from app.index.prefix_index import IndexLimits, PrefixIndex
+from benchmarks.measure import print_line, print_machine, resident_bytes, time_calls
+
+BLOCK_SIZE = 16
+CHAIN_BLOCKS = 256
+ROW = struct.Struct("<6I")
+
+
+class Workload:
+    """Chains that can be made again from their number, so that the index is the only memory that grows."""
+
+    def __init__(self, blocks: int, fleet: int) -> None:
+        self.chains = blocks // CHAIN_BLOCKS
+        self.index = PrefixIndex(IndexLimits(prefixes_per_context_max=max(blocks * 2, 1)))
+        self.context = self.index.context("bench", None, BLOCK_SIZE, 0)
+        self.sources = [self.index.add_source() for _ in range(fleet)]
+
+    @staticmethod
+    def tokens(chain: int) -> bytes:
+        return random.Random(chain).randbytes(CHAIN_BLOCKS * BLOCK_SIZE * 4)
+
+    @staticmethod
+    def engine_hashes(chain: int, seed: int = 0) -> bytes:
+        return random.Random(f"{seed}/{chain}").randbytes(CHAIN_BLOCKS * 8)
+
+    def holders(self, chain: int, pods: int) -> list[int]:
+        return [self.sources[(chain + pod) % len(self.sources)] for pod in range(pods)]
+
+    def store(self, chain: int, source: int, seed: int = 0) -> None:
+        self.store_event((source, self.engine_hashes(chain, seed), self.tokens(chain)))
+
+    def store_event(self, event: tuple[int, bytes, bytes]) -> None:
+        source, engine_hashes, tokens = event
+        self.index.store(
+            source,
+            self.context,
+            tier=0,
+            group=0,
+            engine_hashes=engine_hashes,
+            parent=None,
+            token_ids=tokens,
+            extra_keys=None,
+            now=0,
+        )
+
+    def event(self, chain: int, source: int) -> tuple[int, bytes, bytes]:
+        return source, self.engine_hashes(chain), self.tokens(chain)
+
+    def check_match(self, chain: int, pods: int) -> None:
+        rows = self.index.match_tokens(self.context, self.tokens(chain), None, 1)
+        depths = {row.source: row.tiers[0] for row in rows}
+        expected = dict.fromkeys(self.holders(chain, pods), CHAIN_BLOCKS)
+        assert depths == expected, f"chain {chain}: {depths} is not {expected}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--pods", type=int, default=8, help="pods that hold each block")
+    parser.add_argument("--fleet", type=int, default=64, help="pods in all")
+    options = parser.parse_args()
+    print_machine()
+    print(f"settings: {options}")
+
+    empty = resident_bytes()
+    work = Workload(options.blocks, options.fleet)
+    blocks = work.chains * CHAIN_BLOCKS
+    for chain in range(work.chains):
+        work.store(chain, work.holders(chain, 1)[0])
+    print_line(
+        "memory, 1 pod a block (with engine keys)", f"{(resident_bytes() - empty) / blocks:.1f} B a block"
+    )
+    for chain in range(work.chains):
+        for source in work.holders(chain, options.pods)[1:]:
+            work.store(chain, source)
+    print_line(
+        f"memory, {options.pods} pods a block (same engine hashes)",
+        f"{(resident_bytes() - empty) / blocks:.1f} B a block",
+    )
+
+    order = random.Random(1).sample(range(work.chains), min(2_000, work.chains))
+    for chain in order[:200]:
+        work.check_match(chain, options.pods)
+    index, context = work.index, work.context
+    prompts = [work.tokens(chain) for chain in order]
+    print_line(
+        "match 4,096 tokens, cold", time_calls(lambda p: index.match_tokens(context, p, None, 2), prompts)
+    )
+    core = index._core
+    print_line(
+        "  the same, packed rows", time_calls(lambda p: core.match_tokens(context, p, None, 2), prompts)
+    )
+    print_line(
+        "  floor: the hash chain alone",
+        time_calls(lambda p: _native.prefix_hashes(7, BLOCK_SIZE, p, None), prompts[:500]),
+    )
+    strangers = [random.Random(f"stranger {n}").randbytes(len(prompts[0])) for n in range(500)]
+    assert core.match_tokens(context, strangers[0], None, 2) == b"", "a stranger must not match"
+    print_line("total miss", time_calls(lambda p: core.match_tokens(context, p, None, 2), strangers))
+
+    fresh = [work.event(work.chains + n, work.sources[0]) for n in range(400)]
+    print_line("store 256 new blocks", time_calls(work.store_event, fresh))
+    again = [(work.sources[1], hashes, tokens) for _, hashes, tokens in fresh]
+    print_line("store 256 blocks that another pod has", time_calls(work.store_event, again))
+    rows = core.match_tokens(context, fresh[0][2], None, 2)
+    assert {row[:2] for row in ROW.iter_unpack(rows)} == {(s, CHAIN_BLOCKS) for s in work.sources[:2]}
+    removals = [hashes for _, hashes, _ in fresh]
+    source = work.sources[0]
+    removed = index.remove(source, tier=0, group=0, engine_hashes=removals[0], now=3)
+    assert removed.removed_blocks == CHAIN_BLOCKS, removed
+    print_line(
+        "remove 256 blocks",
+        time_calls(lambda h: index.remove(source, tier=0, group=0, engine_hashes=h, now=3), removals[1:]),
+    )
+
+    held = index.blocks_by_tier(source)[0]
+    print_line(f"clear a pod of {held} blocks", time_calls(index.clear, [source]))
+    assert index.blocks_by_tier(source)[0] == 0
+    slices: list[int] = []
+    done = False
+
+    def sweep(visits: int) -> None:
+        nonlocal done
+        result = index.sweep(4, visits)
+        slices.append(result.visited)
+        done = result.idle
+
+    timings = []
+    while not done:
+        timings.append(time_calls(sweep, [2_048]))
+    print_line(
+        "sweep slices of 2,048 entries",
+        f"median {sorted(t.median_us for t in timings)[len(timings) // 2]:8.2f} us   "
+        f"max {max(t.max_us for t in timings):9.2f} us   {sum(slices)} entries",
+    )
+    for chain in order[:50]:
+        expected = {s: CHAIN_BLOCKS for s in work.holders(chain, options.pods) if s != source}
+        assert {
+            r.source: r.tiers[0] for r in index.match_tokens(context, work.tokens(chain), None, 5)
+        } == expected
+    print(f"index: {index.stats()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The real application with a clock that tests move, called in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from app.config import Settings, load_settings
+from app.main import create_app
+from app.service import IndexerService
+
+
+class Clock:
+    """Seconds that only move when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Indexer:
+    """An application between its start and its end; every call is one request."""
+
+    def __init__(self, settings: Settings, clock: Clock) -> None:
+        self.clock = clock
+        self.settings = settings
+        self.app: FastAPI = create_app(settings, clock=clock)
+        self._runner = asyncio.Runner()
+        self._lifespan = self.app.router.lifespan_context(self.app)
+        self._runner.run(self._lifespan.__aenter__())
+        self._client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://indexer"
+        )
+
+    @property
+    def service(self) -> IndexerService:
+        service = self.app.state.wiring.service
+        assert isinstance(service, IndexerService)
+        return service
+
+    def request(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return self._runner.run(self._client.request(method, path, **options))
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return self.request("GET", path, **options)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return self.request("POST", path, **({"json": body} if body is not None else {}), **options)
+
+    def events(self, *events: dict[str, Any], pod: str = "pod-a", **fields: Any) -> httpx.Response:
+        return self.post("/v1/events", {"pod": pod, "model": "m", "events": list(events), **fields})
+
+    def depths(self, token_ids: list[int], **fields: Any) -> dict[str, int]:
+        """Pod -> matched blocks of one query."""
+        response = self.post("/v1/match", {"model": "m", "token_ids": token_ids, **fields})
+        assert response.status_code == 200, response.text
+        return {row["pod"]: row["matched_blocks"] for row in response.json()["matches"]}
+
+    def picture(self) -> Any:
+        """Everything that a refused request must leave as it was."""
+        stats = self.service.stats()
+        return stats["index"], stats["contexts"], stats["sources"], self.get("/v1/pods").json()
+
+    def close(self) -> None:
+        self._runner.run(self._client.aclose())
+        self._runner.run(self._lifespan.__aexit__(None, None, None))
+        self._runner.close()
+
+
+@pytest.fixture
+def make_indexer() -> Iterator[Callable[..., Indexer]]:
+    made: list[Indexer] = []
+
+    def make(**settings: Any) -> Indexer:
+        indexer = Indexer(load_settings(**settings), Clock())
+        made.append(indexer)
+        return indexer
+
+    yield make
+    for indexer in made:
+        indexer.close()
+
+
+@pytest.fixture
+def indexer(make_indexer: Callable[..., Indexer]) -> Indexer:
+    return make_indexer()
+
+
+def stored(
+    hashes: list[int], token_ids: list[int], *, parent: int | None = None, block_size: int = 4, **fields: Any
+) -> dict[str, Any]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": hashes,
+        "parent_block_hash": parent,
+        "token_ids": token_ids,
+        "block_size": block_size,
+        **fields,
+    }
+
+
+def removed(*hashes: int, **fields: Any) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": list(hashes), **fields}
+
+
+CLEARED = {"type": "AllBlocksCleared"}

@@ -1,0 +1,88 @@
+"""The OpenAPI document: valid, complete, and with examples that the service takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openapi_spec_validator import validate
+
+from tests.api.conftest import Indexer, stored
+
+METHODS = {"get", "put", "post", "delete", "patch"}
+
+
+@pytest.fixture
+def document(indexer: Indexer) -> dict[str, Any]:
+    response = indexer.get("/openapi.json")
+    assert response.status_code == 200
+    made: dict[str, Any] = response.json()
+    return made
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, item in document["paths"].items():
+        for method in METHODS & item.keys():
+            yield path, method, item[method]
+
+
+def test_valid(document: dict[str, Any]) -> None:
+    validate(document)
+
+
+def test_every_route_is_described(document: dict[str, Any]) -> None:
+    found = {(method, path) for path, method, _ in operations(document)}
+    assert found == {
+        ("post", "/v1/events"),
+        ("post", "/v1/match"),
+        ("post", "/v1/hashes"),
+        ("post", "/v1/prefixes"),
+        ("get", "/v1/pods"),
+        ("get", "/v1/pods/{pod}"),
+        ("put", "/v1/pods/{pod}"),
+        ("delete", "/v1/pods/{pod}"),
+        ("delete", "/v1/pods/{pod}/blocks"),
+        ("get", "/v1/stats"),
+        ("get", "/healthz"),
+        ("get", "/readyz"),
+        ("get", "/metrics"),
+    }
+    for path, method, operation in operations(document):
+        assert operation["description"], (method, path)
+        assert operation["tags"], (method, path)
+
+
+def test_bodies_are_described_in_every_notation(document: dict[str, Any]) -> None:
+    content = document["paths"]["/v1/match"]["post"]["requestBody"]["content"]
+    assert set(content) == {"application/json", "application/msgpack", "application/octet-stream"}
+    answer = document["paths"]["/v1/match"]["post"]["responses"]["200"]["content"]
+    assert set(answer) == {"application/json", "application/msgpack"}
+
+
+def test_references_lead_somewhere(document: dict[str, Any]) -> None:
+    names = set(document["components"]["schemas"])
+    text = json.dumps(document)
+    used = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert used <= names
+    assert "#/$defs/" not in text
+
+
+def test_examples_are_taken(indexer: Indexer, document: dict[str, Any]) -> None:
+    indexer.events(stored([1], [1, 2, 3, 4]))
+    tried = 0
+    for path, method, operation in operations(document):
+        content = operation.get("requestBody", {}).get("content", {}).get("application/json")
+        if content is None:
+            continue
+        schema = document["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]
+        for example in schema["examples"]:
+            response = indexer.request(method.upper(), path.replace("{pod}", "pod-a"), json=example)
+            assert response.status_code == 200, (path, response.text)
+            tried += 1
+    assert tried == 5
+
+
+def test_page_for_people(indexer: Indexer) -> None:
+    assert "openapi.json" in indexer.get("/docs").text

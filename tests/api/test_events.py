@@ -1,0 +1,235 @@
+"""Batches by HTTP: JSON and the payload of an engine, one after the other and wrong ones."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from app.schemas import EventsResponse
+from tests.api.conftest import CLEARED, Indexer, removed, stored
+
+TOKENS = list(range(100, 116))
+
+
+def test_batch_is_seen_by_the_next_match(indexer: Indexer) -> None:
+    response = indexer.events(stored([1, 2, 3, 4], TOKENS), removed(4), seq=0)
+    assert response.status_code == 200
+    assert response.json() == {
+        "accepted": 2,
+        "stored_blocks": 4,
+        "removed_blocks": 1,
+        "orphans": 0,
+        "ignored": 0,
+        "rejected": [],
+        "duplicate": False,
+    }
+    EventsResponse.model_validate(response.json(), strict=True)
+    assert indexer.depths(TOKENS) == {"pod-a": 3}
+
+
+def test_clear(indexer: Indexer) -> None:
+    indexer.events(stored([1, 2], TOKENS[:8]))
+    assert indexer.events(CLEARED, stored([9], TOKENS[:4])).status_code == 200
+    assert indexer.depths(TOKENS) == {"pod-a": 1}
+
+
+def test_batch_seen_before_changes_nothing(indexer: Indexer) -> None:
+    indexer.events(stored([1], TOKENS[:4]), seq=5)
+    before = indexer.picture()
+    response = indexer.events(CLEARED, seq=5)
+    assert response.json()["duplicate"] is True
+    assert response.json()["accepted"] == 0
+    assert indexer.picture() == before
+
+
+def test_gap_degrades_the_source(indexer: Indexer) -> None:
+    indexer.events(stored([1], TOKENS[:4]), seq=5)
+    indexer.events(stored([2], TOKENS[4:8], parent=1), seq=7)
+    (rank,) = indexer.get("/v1/pods/pod-a").json()["ranks"]
+    assert (rank["state"], rank["gaps"], rank["last_seq"]) == ("degraded", 1, 7)
+
+
+def test_orphan_waits_for_its_parent(indexer: Indexer) -> None:
+    response = indexer.events(stored([2], TOKENS[4:8], parent=1))
+    assert response.json()["orphans"] == 1
+    assert indexer.depths(TOKENS) == {}
+    indexer.events(stored([1], TOKENS[:4]))
+    assert indexer.depths(TOKENS) == {"pod-a": 2}
+
+
+def test_bad_event_does_not_lose_its_batch(indexer: Indexer) -> None:
+    response = indexer.events(
+        stored([1], TOKENS[:4]),
+        stored([2], TOKENS[4:7], parent=1),
+        {"type": "BlockRenamed"},
+        stored([3], TOKENS[4:8], parent=1),
+    )
+    assert response.status_code == 200
+    answer = response.json()
+    assert answer["accepted"] + len(answer["rejected"]) == 4
+    assert 1 in [fault["index"] for fault in answer["rejected"]]
+    assert all(fault["reason"] and fault["detail"] for fault in answer["rejected"])
+    assert indexer.depths(TOKENS) == {"pod-a": 2}
+
+
+def test_batch_of_bad_events_only_changes_nothing(indexer: Indexer) -> None:
+    indexer.events(stored([1], TOKENS[:4]), seq=0)
+    before = indexer.picture()
+    response = indexer.events(stored([2], TOKENS[4:7], parent=1), removed(2**64), seq=1)
+    assert response.status_code == 422
+    assert response.headers["content-type"] == "application/problem+json"
+    assert [fault["field"] for fault in response.json()["errors"]] == ["events[0]", "events[1]"]
+    after = indexer.picture()
+    for rank in after[3]["pods"][0]["ranks"]:
+        rank["rejected"] = 0
+    assert after == before
+    assert indexer.events(stored([2], TOKENS[4:8], parent=1), seq=1).json()["duplicate"] is False
+
+
+def test_bad_batch_does_not_register_its_pod(indexer: Indexer) -> None:
+    assert indexer.events(stored([2], TOKENS[4:7])).status_code == 422
+    assert indexer.get("/v1/pods").json() == {"pods": []}
+
+
+def test_block_size_must_be_that_of_the_source(indexer: Indexer) -> None:
+    indexer.events(stored([1], TOKENS[:4]))
+    before = indexer.picture()
+    response = indexer.events(stored([2], TOKENS[:8], block_size=8))
+    assert response.status_code == 422
+    assert "block_size" in response.json()["detail"]
+    assert indexer.picture()[:3] == before[:3]
+
+
+def test_empty_batch_registers_the_pod(indexer: Indexer) -> None:
+    assert indexer.events().json()["accepted"] == 0
+    assert [pod["pod"] for pod in indexer.get("/v1/pods").json()["pods"]] == ["pod-a"]
+
+
+def test_unknown_pod_needs_a_model(indexer: Indexer) -> None:
+    response = indexer.post("/v1/events", {"pod": "pod-z", "events": [CLEARED]})
+    assert response.status_code == 422
+    assert response.json()["errors"][0]["field"] == "model"
+    indexer.events()
+    assert indexer.post("/v1/events", {"pod": "pod-a", "events": [CLEARED]}).status_code == 200
+
+
+def test_pod_of_another_model_is_refused(indexer: Indexer) -> None:
+    indexer.events()
+    assert indexer.events(model="other").status_code == 422
+
+
+def test_lora_of_the_batch_is_that_of_its_events(indexer: Indexer) -> None:
+    indexer.events(stored([1], TOKENS[:4]), lora="adapter")
+    assert indexer.depths(TOKENS) == {}
+    assert indexer.depths(TOKENS, lora="adapter") == {"pod-a": 1}
+
+
+def test_ranks_are_kept_apart(indexer: Indexer) -> None:
+    indexer.events(stored([1], TOKENS[:4]), dp_rank=0)
+    indexer.events(stored([1, 2], TOKENS[:8]), dp_rank=1)
+    rows = indexer.post("/v1/match", {"model": "m", "token_ids": TOKENS}).json()["matches"]
+    assert [(row["dp_rank"], row["matched_blocks"]) for row in rows] == [(1, 2), (0, 1)]
+
+
+def test_engine_hashes_may_be_negative_or_hex(indexer: Indexer) -> None:
+    indexer.events(stored([-7], TOKENS[:4]))
+    indexer.events({**stored([], TOKENS[4:8], parent=-7), "block_hashes": ["ab" * 32]})
+    assert indexer.depths(TOKENS) == {"pod-a": 2}
+    indexer.events({"type": "BlockRemoved", "block_hashes": ["ab" * 32]})
+    assert indexer.depths(TOKENS) == {"pod-a": 1}
+
+
+def test_unknown_fields_pass_inside_events_only(indexer: Indexer) -> None:
+    assert indexer.events(stored([1], TOKENS[:4], invented=[{"deep": 1}])).status_code == 200
+    response = indexer.events(stored([1], TOKENS[:4]), invented=1)
+    assert response.status_code == 422
+    assert response.json()["errors"][0]["field"] == "invented"
+
+
+# -- the payload of an engine
+
+
+def payload(*events: Any, ts: float = 1.0, rank: int | None = 0) -> bytes:
+    return msgspec.msgpack.encode([ts, list(events), rank])
+
+
+def post_payload(indexer: Indexer, body: bytes, **query: Any) -> Any:
+    return indexer.post(
+        "/v1/events",
+        content=body,
+        params={"pod": "pod-a", "model": "m", **query},
+        headers={"content-type": "application/msgpack"},
+    )
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ["BlockStored", [1, 2], None, TOKENS[:8], 4, None, "GPU", None],
+        ["BlockStored", [1, 2], None, TOKENS[:8], 4, None],
+        stored([1, 2], TOKENS[:8], medium="GPU"),
+    ],
+    ids=["array", "short array", "map"],
+)
+def test_payload(indexer: Indexer, event: Any) -> None:
+    response = post_payload(indexer, payload(event), seq=0)
+    assert response.status_code == 200, response.text
+    assert response.json()["stored_blocks"] == 2
+    assert indexer.depths(TOKENS) == {"pod-a": 2}
+
+
+def test_rank_of_a_payload_counts_unless_the_query_names_one(indexer: Indexer) -> None:
+    post_payload(indexer, payload(CLEARED, rank=3))
+    post_payload(indexer, payload(CLEARED, rank=3), dp_rank=1)
+    ranks = indexer.get("/v1/pods/pod-a").json()["ranks"]
+    spoke = [rank["dp_rank"] for rank in ranks if rank["last_event_age_s"] is not None]
+    assert spoke == [1, 3]
+
+
+def test_payload_needs_the_pod(indexer: Indexer) -> None:
+    response = indexer.post(
+        "/v1/events", content=payload(CLEARED), headers={"content-type": "application/msgpack"}
+    )
+    assert response.status_code == 422
+    assert response.json()["errors"][0]["field"] == "pod"
+
+
+def test_captured_frames_of_a_real_engine(indexer: Indexer) -> None:
+    """Every live frame of a capture, as its publisher sent it, over the raw body."""
+    capture = Path(__file__).parent.parent / "data" / "captures" / "core" / "v0.33.0.jsonl"
+    lines = [json.loads(line) for line in capture.read_text().splitlines()]
+    frames = [
+        [base64.b64decode(frame) for frame in line["frames"]] for line in lines if line["kind"] == "event"
+    ]
+    assert len(frames) > 50
+    stored_blocks = 0
+    for _topic, seq, body in frames:
+        response = post_payload(indexer, body, seq=int.from_bytes(seq, "big"))
+        assert response.status_code == 200, response.text
+        assert response.json()["rejected"] == []
+        stored_blocks += response.json()["stored_blocks"]
+    (rank,) = indexer.get("/v1/pods/pod-a").json()["ranks"]
+    assert (rank["last_seq"], rank["gaps"], rank["state"]) == (len(frames) - 1, 0, "live")
+    assert stored_blocks >= rank["blocks"]["gpu"] > 0
+
+
+def test_events_bound(make_indexer: Callable[..., Indexer]) -> None:
+    indexer = make_indexer(events_max=2)
+    assert indexer.events(CLEARED, CLEARED).status_code == 200
+    response = indexer.events(CLEARED, CLEARED, CLEARED)
+    assert (response.status_code, response.json()["bound"]) == (422, "events_max")
+    response = post_payload(indexer, payload(CLEARED, CLEARED, CLEARED))
+    assert (response.status_code, response.json()["bound"]) == (422, "events_max")
+
+
+def test_pods_bound(make_indexer: Callable[..., Indexer]) -> None:
+    indexer = make_indexer(pods_max=1)
+    assert indexer.events(pod="pod-a").status_code == 200
+    response = indexer.events(pod="pod-b")
+    assert (response.status_code, response.json()["bound"]) == (422, "pods_max")

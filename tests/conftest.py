@@ -1,0 +1,24 @@
+"""Lets the whole suite run on another build of the native core: `make sanitize` names one in KVINDEXER_TEST_CORE."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+
+import app
+
+
+def _use_core(path: str) -> None:
+    spec = importlib.util.spec_from_file_location("app._native", path)
+    assert spec is not None, f"{path} is not an extension module"
+    assert spec.loader is not None, f"{path} cannot be loaded"
+    assert "app._native" not in sys.modules, "the core must be chosen before anything imports it"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["app._native"] = module
+    spec.loader.exec_module(module)
+    app._native = module  # type: ignore[attr-defined]
+
+
+if _path := os.environ.pop("KVINDEXER_TEST_CORE", ""):
+    _use_core(_path)

@@ -1,0 +1,48 @@
+"""docs/operations.md lists every setting and every metric, with the words of the code: neither more nor less."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.config import Settings, load_settings, variable
+from app.main import create_app
+
+PAGE = (Path(__file__).parent.parent / "docs" / "operations.md").read_text()
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the rows of the table below a heading."""
+    section = PAGE.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def shown(value: object) -> str:
+    if value is None or value == ():
+        return "none"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def test_settings() -> None:
+    expected = [
+        [f"`{variable(name)}`", shown(field.default), field.description]
+        for name, field in Settings.model_fields.items()
+    ]
+    assert table("Settings") == expected
+
+
+def test_metrics() -> None:
+    app = create_app(load_settings())
+    exposition = app.state.wiring.metrics.exposition().decode()
+    families = [f for f in text_string_to_metric_families(exposition) if f.name.startswith("kvindexer_")]
+    listed = {row[0].strip("`"): row[1:] for row in table("Metrics")}
+    told = {f.name + ("_total" if f.type == "counter" else ""): f for f in families}
+    assert set(listed) == set(told)
+    for name, (kind, labels, meaning) in listed.items():
+        assert kind == told[name].type, name
+        assert meaning, name
+        allowed = set(re.findall(r"`(\w+)`", labels)) | {"le"}
+        assert all(set(sample.labels) <= allowed for sample in told[name].samples), name

@@ -34,7 +34,7 @@ ARGUMENTS = [
 DEADLINE_MS = 15_000
 BLOCK_SIZE = 16
 BLOCKS = 12
-PROMPT = [random.Random(1).randrange(32_000) for _ in range(BLOCKS * BLOCK_SIZE)]
+PROMPT = random.Random(1).choices(range(32_000), k=BLOCKS * BLOCK_SIZE)
 
 
 class Indexer:

@@ -16,7 +16,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
@@ -66,6 +66,31 @@ _SOURCE_COUNTERS = {
     "rejected": ("source_rejected", "Events skipped"),
     "unknown_blocks": ("source_unknown_blocks", "Blocks named that the source does not hold"),
 }
+# Figures of the ZMQ ingest: the metric is kvindexer_zmq_ and the key.
+_ZMQ_GAUGES = {
+    "queued_batches": "Received batches that wait for the writer",
+    "queued_bytes": "Their bytes",
+    "held_bytes": "Bytes of live batches held back during replays",
+    "replays_running": "Replays under way",
+    "replays_waiting": "Replays that wait for their turn",
+}
+_ZMQ_COUNTERS = {
+    "messages": "Messages received, live and replayed",
+    "message_bytes": "Bytes of their payloads",
+    "messages_malformed": "Messages that are not the frames of a batch",
+    "open_failures": "Sockets that could not be opened; each is tried again",
+    "faults": "Rounds of the receiver that ended in a fault of ours",
+    "duplicates": "Batches that came again and were dropped",
+    "probes": "Questions whether the end of a stream was lost",
+    "replay_timeouts": "Replays cut short because no reply came",
+    "batches_applied": "Batches handed to the service",
+    "batches_unreadable": "Batches whose payload is none",
+    "batches_refused": "Batches that the service refused",
+    "batches_unfollowed": "Batches whose pod was removed while they waited",
+    "drain_slices": "Slices in which the queue was emptied",
+    "held_overflows": "Times that the room for held back batches was full",
+    "queue_full_pauses": "Times that reading stopped because the queue was full",
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,6 +110,8 @@ class Metrics:
     """The metrics of one application. All calls are made from the service's thread."""
 
     def __init__(self, figures: Figures) -> None:
+        # A second series for each counter and histogram, which says only when it began: the uptime does.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._requests = Histogram(
@@ -156,8 +183,11 @@ class _FiguresCollector(Collector):
             {cause: index[key] for key, cause in _ORPHAN_CAUSES.items()},
         )
         yield _by_label(_counter("events_rejected", "Events skipped", "reason"), stats["rejected"])
-        yield _by_label(_gauge("zmq_queue", "How full each bounded place is", "what"), self._figures.gauges())
-        yield _by_label(_counter("zmq", "What the ZMQ ingest has done", "what"), self._figures.counters())
+        gauges, counters = self._figures.gauges(), self._figures.counters()
+        for key, documentation in _ZMQ_GAUGES.items():
+            yield _gauge(f"zmq_{key}", documentation, value=gauges.get(key, 0))
+        for key, documentation in _ZMQ_COUNTERS.items():
+            yield _counter(f"zmq_{key}", documentation, value=counters.get(key, 0))
         yield _gauge("pods", "Registered pods", value=len(pods))
         yield _gauge("uptime_seconds", "Time since the start", value=stats["uptime_s"])
         yield from _pod_families(pods)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 NAME_CHARS_MAX = 1_024
+PODS_ASKED_MAX = 10_000
 BLOCK_SIZE_MAX = 65_536
 DP_RANK_MAX = 65_535
 TOKEN_ID_MAX = 2**32 - 1
@@ -185,7 +186,9 @@ _EXTRA_KEYS = Field(
 class MatchFields(PromptFields):
     """A match query without its arrays."""
 
-    pods: list[Name] | None = Field(None, description="Only these pods (those that are ready to serve).")
+    pods: Annotated[list[Name], Field(max_length=PODS_ASKED_MAX)] | None = Field(
+        None, description="Only these pods (those that are ready to serve)."
+    )
     include_hashes: bool = Field(False, description="Answer the prompt's prefix hashes too.")
 
 

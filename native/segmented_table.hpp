@@ -15,6 +15,12 @@
 //   - The whole table is in key order, so a sweep is resumed from the last key it saw, whatever moved
 //   meanwhile.
 //
+// Tried: buckets of one cache line with linear probing between them, four or three entries each. Steady insertion was
+// the same (47 and 58 ns against 49 and 60 ns for 16 and 20 bytes), but hits (27 against 24 ns), misses (53 against 24)
+// and growth (175 against 125 ns an insertion) were slower: how full a bucket is cannot be predicted. Growth by a quarter
+// instead of an eighth halves its cost, but then two tables need more than 48 bytes a block. Segments in
+// huge pages made a cold match of 256 blocks a third faster (15.0 to 9.8 us), but their page faults pause for 5 ms.
+//
 // Keys must be uniform in their leading bits (they are hashes; mix64 those that others choose). Skewed keys
 // stay correct and cost linear time in the length of the cluster.
 //

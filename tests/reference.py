@@ -280,6 +280,10 @@ class ReferenceIndex:
         self._advance(now)
         return sorted(slot[:3] for slot in self._slots_of(context, prefix_hash))
 
+    def prefixes(self, context: int) -> set[int]:
+        """All entries of a context; for tests."""
+        return set(self._contexts[context].last_seen)
+
     def blocks_by_tier(self, source: int) -> tuple[int, int, int, int]:
         blocks = [0, 0, 0, 0]
         for slot, names in self._names.items():

@@ -27,6 +27,7 @@ from starlette.exceptions import HTTPException
 from app import _native
 from app.api.problems import place, sentence
 from app.errors import BodyTooLarge, InvalidInput, LimitExceeded, UnreadableBody
+from app.ingest.wire_notation import KEY_BYTES_MAX
 from app.schemas import HASH_MAX
 
 JSON = "application/json"
@@ -60,16 +61,23 @@ def content_type(request: Request, *accepted: str) -> str:
 async def read_body(request: Request, bytes_max: int) -> bytes:
     """The whole body. Raises BodyTooLarge before more than `bytes_max` bytes are held."""
     declared = request.headers.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and int(declared) > bytes_max:
+    if declared.isascii() and declared.isdigit() and (len(declared) > 18 or int(declared) > bytes_max):
         raise _too_large(bytes_max)
-    chunks: list[bytes] = []
-    size = 0
+    first = b""
+    # One buffer that grows, not a list of chunks: chunks of two bytes would cost twenty times their size.
+    body: bytearray | None = None
     async for chunk in request.stream():
-        size += len(chunk)
-        if size > bytes_max:
+        if not chunk:
+            continue
+        if len(first if body is None else body) + len(chunk) > bytes_max:
             raise _too_large(bytes_max)
-        chunks.append(chunk)
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        if not first:
+            first = chunk
+        elif body is None:
+            body = bytearray(first + chunk)
+        else:
+            body += chunk
+    return first if body is None else bytes(body)
 
 
 def _too_large(bytes_max: int) -> BodyTooLarge:
@@ -89,7 +97,12 @@ def cut_fields(body: bytes, notation: str) -> Fields:
 
 def validate(model: type[Model], fields: Fields, notation: str, *, beside: tuple[str, ...] = ()) -> Model:
     """The model of all fields but those `beside` it, which the caller parses itself."""
-    values = {name: _decode(raw, notation, Any, name) for name, raw in fields.items() if name not in beside}
+    # A field that is not known is refused by its name: it is not worth building, however large it is.
+    values = {
+        name: _decode(raw, notation, Any, name) if name in model.model_fields else None
+        for name, raw in fields.items()
+        if name not in beside
+    }
     return _validated(model, values, strict=True)
 
 
@@ -163,7 +176,12 @@ def octet_token_ids(body: bytes, tokens_max: int) -> bytes:
 def extra_keys(fields: Fields, notation: str) -> list[list[Any] | None] | None:
     """`extra_keys` as they are; what a key may be is checked where they are encoded."""
     raw = fields.get("extra_keys")
-    return None if raw is None else _decode(raw, notation, list[list[Any] | None] | None, "extra_keys")
+    if raw is None:
+        return None
+    if len(memoryview(raw)) > KEY_BYTES_MAX:
+        raise InvalidInput(f"extra_keys is longer than {KEY_BYTES_MAX} bytes", field="extra_keys")
+    keys: list[list[Any] | None] | None = _decode(raw, notation, list[list[Any] | None] | None, "extra_keys")
+    return keys
 
 
 def raw_list(fields: Fields, notation: str, name: str) -> list[msgspec.Raw]:

@@ -25,9 +25,9 @@ class Report(msgspec.Struct, frozen=True):
     """DEGRADED: batches were lost for good at this place. Other states are about the stream from here on."""
 
     state: SourceState
+    cause: str
     gaps: int = 0
     replays: int = 0
-    cause: str = ""
 
 
 class RequestReplay(msgspec.Struct, frozen=True):

@@ -11,13 +11,13 @@ back during a replay.
 
 No lock: each counter has one writing thread, and deque.append and popleft are atomic.
 
-Trust is kept here, beside the queue's end, because it depends on what is in the batches: once batches
-were lost a stream stays `degraded` until its engine restarts or clears its cache.
+What a loss means for the source, and what makes up for it, is the service's to decide: it is told every report.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from app.errors import IndexerError, UnreadableBatch
-from app.events import AllBlocksCleared, EventBatch
+from app.events import EventBatch
 from app.ingest.actions import Action, Deliver, Report, Reset
 from app.pods import SourceState
 
@@ -68,13 +68,7 @@ class Stream:
     replay_endpoint: str | None
     block_size: int | None = None  # as the pod was registered with
     followed: bool = True  # once false, what is still queued for it is dropped
-    lost: bool = False  # batches were lost, and nothing has made up for them since
-    state: SourceState = SourceState.DOWN  # of the stream alone; with `lost` it makes the source's state
-    cause: str = "not connected yet"
-
-    @property
-    def trusted_state(self) -> SourceState:
-        return SourceState.DEGRADED if self.lost and self.state is SourceState.LIVE else self.state
+    cause: str = "not connected yet"  # of its last report
 
 
 @dataclasses.dataclass(slots=True)
@@ -194,13 +188,12 @@ class Feed:
         try:
             self._act(stream, action)
         except Exception as error:
-            # The edge of a task: one stream's fault, foreseen or not, must not stop the others.
+            # The edge of one stream's work: its fault, foreseen or not, must not stop the others.
             self.counters.batches_refused += 1
             if not isinstance(error, IndexerError):
                 logger.exception("%s rank %d: not applied", stream.pod, stream.dp_rank)
-            elif not stream.lost:
-                logger.warning("%s rank %d: not applied: %s", stream.pod, stream.dp_rank, error)
-            stream.lost = True
+            with contextlib.suppress(IndexerError):  # it may be the pod itself that the writer does not know
+                self._report(stream, Report(SourceState.DEGRADED, cause=f"not applied: {error}"))
 
     def _act(self, stream: Stream, action: Action) -> None:
         if isinstance(action, Deliver):
@@ -209,7 +202,6 @@ class Feed:
             self._report(stream, action)
         elif isinstance(action, Reset):
             logger.info("%s rank %d: reset: %s", stream.pod, stream.dp_rank, action.cause)
-            stream.lost = False
             self._writer.reset_source(stream.pod, stream.dp_rank, restarted=action.restarted)
 
     def _apply(self, stream: Stream, delivery: Deliver) -> None:
@@ -222,36 +214,17 @@ class Feed:
             self._writer.apply(stream.pod, stream.dp_rank, nothing, seq=delivery.seq)
             cause = f"batch {delivery.seq} cannot be read: {error}"
             self._report(stream, Report(SourceState.DEGRADED, cause=cause))
-            return
-        self._writer.apply(stream.pod, stream.dp_rank, batch, seq=delivery.seq)
-        self.counters.batches_applied += 1
-        if stream.lost and any(isinstance(event, AllBlocksCleared) for event in batch.events):
-            stream.lost = False
-            self._tell_state(stream, Report(stream.state, cause="the engine cleared its cache"))
+        else:
+            self._writer.apply(stream.pod, stream.dp_rank, batch, seq=delivery.seq)
+            self.counters.batches_applied += 1
 
     def _report(self, stream: Stream, report: Report) -> None:
-        if report.state is SourceState.DEGRADED:
-            if not stream.lost:  # once an episode, however many batches it costs
-                logger.warning("%s rank %d: degraded: %s", stream.pod, stream.dp_rank, report.cause)
-            stream.lost = True
-        else:
-            stream.state = report.state
-            if report.cause:
-                logger.info("%s rank %d: %s: %s", stream.pod, stream.dp_rank, report.state, report.cause)
-        self._tell_state(stream, report)
-
-    def _tell_state(self, stream: Stream, report: Report) -> None:
-        if report.cause:
-            stream.cause = report.cause
-        elif stream.trusted_state is SourceState.LIVE:
-            stream.cause = ""
-        # A loss during a replay or while down is told at once, and told again when the stream is live.
-        state = SourceState.DEGRADED if report.state is SourceState.DEGRADED else stream.trusted_state
+        stream.cause = report.cause
         self._writer.set_source_state(
             stream.pod,
             stream.dp_rank,
-            state,
+            report.state,
             gaps=report.gaps,
             replays=report.replays,
-            cause=report.cause or stream.cause,
+            cause=report.cause,
         )

@@ -219,9 +219,8 @@ class Receiver:
         self._clear_wakes()
         now = time.monotonic()
         self._rounds += 1
-        first = self._rounds % max(
-            len(ready), 1
-        )  # whoever comes late when the queue fills up comes early next
+        # In turns: who comes last when the queue fills up must come early in a later round.
+        first = self._rounds % max(len(ready), 1)
         unread: set[_Subscription] = set()
         for item in ready[first:] + ready[:first]:
             subscription = self._by_socket.get(item)
@@ -275,7 +274,7 @@ class Receiver:
             return
         with self._wanted_lock:
             self._wanted_changed = False
-            wanted = list(self._wanted.values())
+            wanted = dict.fromkeys(self._wanted.values())
         for pod in [pod for pod in self._subscriptions if pod not in wanted]:
             self._close_pod(pod)
         now = time.monotonic()
@@ -376,6 +375,11 @@ class Receiver:
         if kind in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
             subscription.connections.add(event["value"])
         elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if subscription.established:
+                logger.warning(
+                    "%s has another connection while one is open; two engines there would look like restarts",
+                    subscription.publisher,
+                )
             subscription.established = True
             self._perform(subscription, tracker.on_connected(now), now)
         elif kind == zmq.EVENT_DISCONNECTED:

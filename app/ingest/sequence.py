@@ -56,6 +56,9 @@ class SequenceCounters:
     replay_timeouts: int = 0
 
 
+_WHOLE = "the stream is whole from here on"
+
+
 class _Phase(enum.Enum):
     DOWN = enum.auto()
     CATCHING_UP = enum.auto()  # live batches are held until the replay meets them
@@ -241,9 +244,9 @@ class SequenceTracker:
                 return
             why = "the replay endpoint is silent" if self._replay_endpoint else "there is no replay endpoint"
             self._lose_up_to(seq, why)
-            self._report(SourceState.LIVE)
+            self._report(SourceState.LIVE, cause=_WHOLE)
         elif self._phase is _Phase.UNPROVEN:
-            self._report(SourceState.LIVE)
+            self._report(SourceState.LIVE, cause=_WHOLE)
         self._phase = _Phase.LIVE
         if not self._silent:
             self._probe_at_s = now + self._limits.probe_interval_s
@@ -435,7 +438,7 @@ class SequenceTracker:
         self._gap_counted = False
         interval_s = self._limits.probe_interval_s if self._silent else self._limits.settle_s
         self._probe_at_s = now + interval_s
-        self._report(SourceState.LIVE)
+        self._report(SourceState.LIVE, cause=_WHOLE)
 
     def _reset(self, *, restarted: bool, cause: str) -> None:
         self._actions.append(Reset(restarted, cause))
@@ -457,8 +460,8 @@ class SequenceTracker:
             self._replay = None
             self._actions.append(StopReplay())
 
-    def _report(self, state: SourceState, *, gaps: int = 0, replays: int = 0, cause: str = "") -> None:
-        self._actions.append(Report(state, gaps, replays, cause))
+    def _report(self, state: SourceState, cause: str, *, gaps: int = 0, replays: int = 0) -> None:
+        self._actions.append(Report(state, cause, gaps, replays))
 
     def _take(self) -> list[Action]:
         actions, self._actions = self._actions, []

@@ -57,7 +57,9 @@ class ZmqIngest:
 
     def start(self) -> None:
         """On the running event loop; pods that were added before are followed from now on."""
-        assert self._receiver is None, "started once"
+        assert self._feed is None, (
+            "an ingest starts once: its trackers know nothing of an earlier one's batches"
+        )
         loop = asyncio.get_running_loop()
         self._feed = Feed(self._writer, self._decode, self._settings.queue, loop, self._resume_reading)
         self._receiver = Receiver(self._feed, self._settings.sequence, self._settings.sockets)
@@ -98,7 +100,7 @@ class ZmqIngest:
             spec.name, spec.topic.encode(errors="surrogatepass"), streams
         )
         for stream, _, _ in streams:
-            self._writer.set_source_state(stream.pod, stream.dp_rank, stream.state, cause=stream.cause)
+            self._writer.set_source_state(stream.pod, stream.dp_rank, SourceState.DOWN, cause=stream.cause)
         if self._receiver is not None:
             self._receiver.follow(pod)
 

@@ -141,13 +141,12 @@ class Publisher:
                 self.port = _bind(self._pub, port)
             if self._replay:
                 self.replay_port = _bind(self._router, replay_port)
-        except BaseException as error:
+        except zmq.ZMQError as error:
             self._failure = error
-            raise
+            self._close(context)
+            return
         finally:
             self._ready.set()
-            if self._failure is not None:
-                self._close(context)
         try:
             while True:
                 try:

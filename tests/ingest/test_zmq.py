@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+import zmq
 
 from app.endpoints import Endpoint
 from app.errors import UnknownPod
-from app.events import EventBatch
+from app.events import AllBlocksCleared, EventBatch
 from app.ingest.actions import Action, Deliver
 from app.ingest.feed import Feed, QueueLimits, Stream
 from app.ingest.receiver import FollowedPod, Receiver, SocketLimits
@@ -44,7 +45,8 @@ class Entry:
     batches: list[EventBatch] = dataclasses.field(default_factory=list)
     resets: list[bool] = dataclasses.field(default_factory=list)
     states: list[SourceState] = dataclasses.field(default_factory=list)
-    cause: str = ""
+    incomplete: bool = False
+    causes: list[str] = dataclasses.field(default_factory=list)
     gaps: int = 0
     replays: int = 0
 
@@ -69,24 +71,33 @@ class Ledger:
         assert not entry.seqs or seq > entry.seqs[-1], "numbers ascend between two resets"
         entry.seqs.append(seq)
         entry.batches.append(batch)
+        if any(isinstance(event, AllBlocksCleared) for event in batch.events):
+            entry.incomplete = False
 
     def reset_source(self, pod: str, dp_rank: int, *, restarted: bool) -> None:
         entry = self.entry(pod, dp_rank)
         entry.seqs, entry.batches = [], []
         entry.resets.append(restarted)
+        entry.incomplete = False
 
     def set_source_state(
         self, pod: str, dp_rank: int, state: SourceState, *, gaps: int = 0, replays: int = 0, cause: str = ""
     ) -> None:
         entry = self.entry(pod, dp_rank)
         entry.states.append(state)
-        entry.cause = cause
+        entry.incomplete |= state is SourceState.DEGRADED
+        entry.causes.append(cause)
         entry.gaps += gaps
         entry.replays += replays
 
     def state(self, pod: str = "pod", dp_rank: int = 0) -> SourceState | None:
-        states = self.entry(pod, dp_rank).states
-        return states[-1] if states else None
+        """As a service decides: a loss shows until a reset or a clear, unless the stream itself has no peer."""
+        entry = self.entry(pod, dp_rank)
+        if not entry.states:
+            return None
+        if entry.states[-1] in (SourceState.DOWN, SourceState.CATCHING_UP):
+            return entry.states[-1]
+        return SourceState.DEGRADED if entry.incomplete else SourceState.LIVE
 
     def is_exact(self, publisher: Publisher, pod: str = "pod", dp_rank: int = 0) -> bool:
         truth = [decode_batch(payload) for payload in publisher.batches]
@@ -150,12 +161,6 @@ def publishers() -> Iterator[Callable[..., Publisher]]:
         publisher.kill()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.mark.parametrize("topic_in_replies", [True, False])
 def test_first_contact_and_gap_in_both_reply_forms(
     publishers: Callable[..., Publisher], topic_in_replies: bool
@@ -169,7 +174,8 @@ def test_first_contact_and_gap_in_both_reply_forms(
             assert at.ledger.state() is SourceState.DOWN
             await at.until_exact(publisher)
             entry = at.ledger.entry()
-            assert (entry.gaps, entry.replays) == (0, 1)
+            assert entry.gaps == 0
+            assert entry.replays >= 1
             publisher.publish(5)
             await at.until_exact(publisher)
             publisher.faults.drop_live = True
@@ -337,7 +343,9 @@ def test_the_bind_side_and_a_port_that_is_taken(publishers: Callable[..., Publis
     async def run() -> None:
         with scene() as at:
             at.ingest.pod_added(spec(publisher, zmq_endpoint=f"tcp://*:{port}"))
-            await at.until(lambda: "Address already in use" in at.ledger.entry().cause, "the reason is told")
+            await at.until(
+                lambda: "Address already in use" in at.ledger.entry().causes[-1], "the reason is told"
+            )
             assert at.ledger.state() is SourceState.DOWN
             taken.close()
             await at.until_exact(publisher)
@@ -358,7 +366,7 @@ def test_each_rank_has_its_own_stream(publishers: Callable[..., Publisher]) -> N
     while one is None:
         try:
             one = publishers(port=zero.port + 1, replay_port=zero.replay_port + 1)
-        except OSError:
+        except zmq.ZMQError:
             zero = publishers()
     zero.publish(3)
     one.publish(7)
@@ -418,7 +426,7 @@ def test_a_silent_replay_socket_degrades_and_heals(publishers: Callable[..., Pub
         with scene(settings) as at:
             at.ingest.pod_added(spec(publisher))
             await at.until_state(SourceState.DEGRADED)
-            assert "silent" in at.ledger.entry().cause
+            assert any("silent" in cause for cause in at.ledger.entry().causes)
             publisher.publish(2)
             await at.until(lambda: at.ledger.entry().seqs == [3, 4], "the stream goes on")
             publisher.faults.serve_replays = True
@@ -509,7 +517,7 @@ def test_a_removed_pod_is_silent_and_can_come_back(publishers: Callable[..., Pub
             assert ("pod", 0) not in at.ledger.sources
             at.ingest.pod_added(spec(publisher))
             await at.until_exact(publisher)
-            assert at.ledger.entry().replays == 1
+            assert at.ledger.entry().replays >= 1
 
     asyncio.run(run())
 
@@ -549,7 +557,7 @@ def test_an_impossible_endpoint_is_told_and_stops_nobody(
             at.ingest.pod_added(spec(publisher, name="wrong", zmq_endpoint=endpoint))
             at.ingest.pod_added(spec(publisher))
             await at.until_exact(publisher)
-            await at.until(lambda: said in at.ledger.entry("wrong").cause, f"told: {said}")
+            await at.until(lambda: said in at.ledger.entry("wrong").causes[-1], f"told: {said}")
             assert at.ledger.state("wrong") is SourceState.DOWN
 
     asyncio.run(run())

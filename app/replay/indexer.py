@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import socket
+import re
+import select
 import subprocess
 import sys
 import tempfile
@@ -92,18 +93,17 @@ class IndexerUnderTest:
 @contextlib.contextmanager
 def own_indexer() -> Iterator[str]:
     """The URL of an indexer started for this one check, on a free port, and stopped after it."""
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as probe:
-        port = probe.getsockname()[1]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "app", "serve", "--host", "127.0.0.1", "--port", str(port)],
+            [sys.executable, "-m", "app", "serve", "--host", "127.0.0.1", "--port", "0"],
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=subprocess.PIPE,
             stderr=log,
         )
         try:
-            url = f"http://127.0.0.1:{port}"
-            if not _ready(process, url):
+            deadline = time.monotonic() + START_DEADLINE_S
+            url = _announced_url(process, deadline)
+            if url is None or not _is_ready(process, url, deadline):
                 log.seek(0)
                 said = log.read()[-2_000:].decode(errors="replace")
                 raise Unresponsive(f"the indexer did not start; it said:\n{said}")
@@ -115,12 +115,22 @@ def own_indexer() -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
 
 
-def _ready(process: subprocess.Popen[bytes], url: str) -> bool:
-    deadline = time.monotonic() + START_DEADLINE_S
+def _announced_url(process: subprocess.Popen[bytes], deadline_s: float) -> str | None:
+    """The address in the one line that the indexer prints; None when it ends or is silent."""
+    assert process.stdout is not None, "the indexer is started with a pipe"
+    readable, _, _ = select.select([process.stdout], [], [], max(0.0, deadline_s - time.monotonic()))
+    line = process.stdout.readline().decode() if readable else ""
+    found = re.search(r"http://\S+", line)
+    return found.group() if found else None
+
+
+def _is_ready(process: subprocess.Popen[bytes], url: str, deadline_s: float) -> bool:
     with httpx.Client(base_url=url, timeout=1.0) as http:
-        while time.monotonic() < deadline and process.poll() is None:
+        while time.monotonic() < deadline_s and process.poll() is None:
             with contextlib.suppress(httpx.HTTPError):
                 if http.get("/readyz").status_code == httpx.codes.OK:
                     return True

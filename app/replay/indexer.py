@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
@@ -45,16 +46,17 @@ class IndexerUnderTest:
         self._http.close()
 
     def has_pod(self, pod: str) -> bool:
-        return self._send("GET", f"/v1/pods/{pod}").status_code != httpx.codes.NOT_FOUND
+        response = self._send("GET", _pod_path(pod))
+        return response.status_code != httpx.codes.NOT_FOUND and bool(self._checked(response))
 
     def register(self, pod: str, body: dict[str, Any]) -> None:
-        self._accepted("PUT", f"/v1/pods/{pod}", body)
+        self._accepted("PUT", _pod_path(pod), body)
 
     def drop(self, pod: str) -> None:
-        self._accepted("DELETE", f"/v1/pods/{pod}")
+        self._accepted("DELETE", _pod_path(pod))
 
     def positions(self, pod: str) -> dict[int, StreamPosition]:
-        ranks = self._accepted("GET", f"/v1/pods/{pod}")["ranks"]
+        ranks = self._accepted("GET", _pod_path(pod))["ranks"]
         return {
             rank["dp_rank"]: StreamPosition(rank["last_seq"], rank["restarts"], rank["state"])
             for rank in ranks
@@ -78,9 +80,15 @@ class IndexerUnderTest:
         return {row["dp_rank"]: row["reusable_tokens"] for row in answer["matches"] if row["pod"] == pod}
 
     def _accepted(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        response = self._send(method, path, body)
+        return self._checked(self._send(method, path, body))
+
+    @staticmethod
+    def _checked(response: httpx.Response) -> Any:
         if response.is_error:
-            raise InvalidInput(f"{method} {path}: {response.status_code} {response.text[:500]}")
+            asked = response.request
+            raise InvalidInput(
+                f"{asked.method} {asked.url.path}: {response.status_code} {response.text[:500]}"
+            )
         return response.json() if response.content else None
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
@@ -88,6 +96,10 @@ class IndexerUnderTest:
             return self._http.request(method, path, json=body)
         except httpx.HTTPError as error:
             raise Unresponsive(f"no answer from the indexer at {self._http.base_url}: {error}") from error
+
+
+def _pod_path(pod: str) -> str:
+    return f"/v1/pods/{urllib.parse.quote(pod, safe='')}"
 
 
 @contextlib.contextmanager

@@ -19,13 +19,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from app.errors import Unresponsive
+from app.errors import Overloaded, Unresponsive
 from app.ingest.vllm import Stored, WireEvent, WireForm, encode_batch
 from app.simulator.connector import BlockMetadata, Connector, EventHints
 from app.simulator.engine import Engine, Output, Prompt, Step
 from app.simulator.engine_settings import EngineSettings
 
 OUTBOX_BATCHES_MAX = 10_000
+RETRY_DELAY_S = 0.01  # when the sink has no room
 
 
 class EventSink(Protocol):
@@ -207,10 +208,18 @@ class Rank:
             batch = await self._outbox.get()
             try:
                 await asyncio.sleep(max(0.0, batch.due_s - loop.time()))
-                if self.sink is not None and batch.engine is self.engine:
-                    self.sink.publish(batch.seq, batch.payload, copies=batch.copies)
+                await self._send(batch)
             finally:
                 self._outbox.task_done()
+
+    async def _send(self, batch: _Batch) -> None:
+        while self.sink is not None and batch.engine is self.engine:
+            try:
+                self.sink.publish(batch.seq, batch.payload, copies=batch.copies)
+            except Overloaded:
+                await asyncio.sleep(RETRY_DELAY_S)
+            else:
+                return
 
     # -- hints
 

@@ -130,6 +130,19 @@ def test_client_that_leaves_a_stream_aborts_its_request() -> None:
     with_pod(test, speed=1.0)
 
 
+def test_stream_of_a_pod_that_crashes_says_so_and_ends() -> None:
+    async def test(http: httpx.AsyncClient, fleet: Fleet) -> None:
+        body = {"prompt": [1, 2, 3], "max_tokens": 150, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            parts = response.aiter_lines()
+            await anext(parts)
+            await fleet.pods[0].pod.crash()
+            rest = [part async for part in parts if part]
+        assert "died" in json.loads(rest[-1].removeprefix("data: "))["error"]["message"]
+
+    with_pod(test, speed=1.0)
+
+
 def test_operator_routes() -> None:
     async def test(http: httpx.AsyncClient, fleet: Fleet) -> None:
         assert (await http.get("/health")).status_code == 200

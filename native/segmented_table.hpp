@@ -15,11 +15,12 @@
 //   - The whole table is in key order, so a sweep is resumed from the last key it saw, whatever moved
 //   meanwhile.
 //
-// Tried: buckets of one cache line with linear probing between them, four or three entries each. Steady insertion was
-// the same (47 and 58 ns against 49 and 60 ns for 16 and 20 bytes), but hits (27 against 24 ns), misses (53 against 24)
-// and growth (175 against 125 ns an insertion) were slower: how full a bucket is cannot be predicted. Growth by a quarter
-// instead of an eighth halves its cost, but then two tables need more than 48 bytes a block. Segments in
-// huge pages made a cold match of 256 blocks a third faster (15.0 to 9.8 us), but their page faults pause for 5 ms.
+// Tried: buckets of one cache line with linear probing between them, four or three entries each. Steady
+// insertion was the same (47 and 58 ns against 49 and 60 ns for 16 and 20 bytes), but hits (27 against 24
+// ns), misses (53 against 24) and growth (175 against 125 ns an insertion) were slower: how full a bucket is
+// cannot be predicted. Growth by a quarter instead of an eighth halves its cost, but then two tables need
+// more than 48 bytes a block. Segments in huge pages made a cold match of 256 blocks a third faster (15.0
+// to 9.8 us), but their page faults pause for 5 ms.
 //
 // Keys must be uniform in their leading bits (they are hashes; mix64 those that others choose). Skewed keys
 // stay correct and cost linear time in the length of the cluster.
@@ -52,10 +53,12 @@ class SegmentedTable {
     return page_bytes_ + directory_.capacity() * sizeof(uint32_t) + segments_.capacity() * sizeof(Segment);
   }
 
-  // Forced inline: GCC 12 takes a function that only prefetches for one without effect and drops the call.
-  [[gnu::always_inline]] void prefetch(uint64_t key) const {
+  void prefetch(uint64_t key) const {
     const Segment& segment = segments_[segment_of(key)];
     const Entry* at = segment.slots() + segment.home(key);
+    // GCC 12 takes a function that only prefetches for one without effect and drops the calls; this is an
+    // effect.
+    asm volatile("" : : "r"(at));
     __builtin_prefetch(at);
     // An entry lies up to a few places behind its home; the second line is wanted often enough to pay for it.
     __builtin_prefetch(reinterpret_cast<const char*>(at) + 64);

@@ -74,17 +74,13 @@ from __future__ import annotations
 import dataclasses
 import struct
 
-import msgspec
-
+from app import hashing
 from app.errors import InvalidInput, NativeCoreMissing
 
 try:
     from app import _native
 except ImportError as error:
-    raise NativeCoreMissing(
-        "the native core is not built: run `pip install .` (or `make test`) in the project's folder; "
-        "it needs a C++20 compiler"
-    ) from error
+    raise NativeCoreMissing from error
 
 TICK_MS = 100
 _ROW = struct.Struct("<6I")
@@ -191,7 +187,7 @@ class PrefixIndex:
             return found
         if block_size < 1:
             raise InvalidInput(f"block_size must be at least 1 token, not {block_size}", field="block_size")
-        context, evicted = self._core.add_context(context_seed(model, lora, block_size), block_size)
+        context, evicted = self._core.add_context(hashing.context_seed(model, lora, block_size), block_size)
         if evicted is not None:
             gone = self._contexts.pop(evicted)
             of_model = self._by_model[gone.model, gone.lora]
@@ -302,12 +298,7 @@ class PrefixIndex:
         extra_keys: tuple[bytes, ...] | None,
     ) -> bytes:
         """uint64 LE, one a full block; makes no context."""
-        if block_size < 1:
-            raise InvalidInput(f"block_size must be at least 1 token, not {block_size}", field="block_size")
-        if len(token_ids) % 4:
-            raise InvalidInput("token ids must be 4 bytes each", field="token_ids")
-        seed = context_seed(model, lora or None, block_size)
-        return _native.prefix_hashes(seed, block_size, token_ids, extra_keys)
+        return hashing.prefix_hashes(model, lora, block_size, token_ids, extra_keys)
 
     def add_speculative(
         self, context: int, source: int, prefix_hashes: bytes, ttl_ticks: int, now: int
@@ -350,11 +341,6 @@ class PrefixIndex:
 
     def _require_context(self, context: int) -> None:
         assert context in self._contexts, f"context {context} was evicted or never made"
-
-
-def context_seed(model: str, lora: str | None, block_size: int) -> int:
-    """What the first block of a context is hashed with: XXH64 of msgpack([model, lora, block_size])."""
-    return _native.xxh64(msgspec.msgpack.encode([model, lora, block_size]), 0)
 
 
 def _rows(packed: bytes) -> list[Depths]:

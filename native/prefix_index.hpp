@@ -178,6 +178,7 @@ class PrefixIndex {
   void own(Context& context, uint32_t slot, Name* name, uint64_t key, uint64_t prefix);
   void disown(Context& context, uint32_t slot, Name* name, Tick now);
   void confirm(Context& context, uint64_t prefix, uint32_t local);
+  void prefetch_removal(std::span<const uint64_t> engine_hashes, size_t block);
   uint64_t remove_name(const Place& place, uint64_t engine_hash, Tick now);
   void replace(SetId& set, SetId by);
 

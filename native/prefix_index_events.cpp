@@ -321,15 +321,26 @@ bool PrefixIndex::holds(Context& context, uint32_t slot, uint64_t prefix, Tick n
 
 Removed PrefixIndex::remove(const Place& place, std::span<const uint64_t> engine_hashes, Tick now) {
   orphans_.expire(now, limits_.ttl);
+  targets_.clear();
   Removed result;
   for (size_t i = 0; i < engine_hashes.size(); ++i) {
-    if (i + kAhead < engine_hashes.size()) names_.prefetch(mix64(engine_hashes[i + kAhead]));
+    prefetch_removal(engine_hashes, i);
     uint64_t removed = remove_name(place, engine_hashes[i], now);
     if (removed == 0 && orphans_.kill(place, engine_hashes[i])) removed = 1;
     result.removed += removed;
     result.unknown += removed == 0 ? 1 : 0;
   }
   return result;
+}
+
+// Two cache misses wait for each removal, the second at an address that the first one gives: names are
+// fetched 2 * kAhead blocks ahead, their prefixes kAhead blocks ahead, in the context where the last removal
+// was.
+void PrefixIndex::prefetch_removal(std::span<const uint64_t> engine_hashes, size_t block) {
+  if (block + 2 * kAhead < engine_hashes.size()) names_.prefetch(mix64(engine_hashes[block + 2 * kAhead]));
+  if (block + kAhead >= engine_hashes.size() || targets_.empty()) return;
+  if (const Name* const name = names_.find(mix64(engine_hashes[block + kAhead])))
+    targets_.front().first->prefixes.prefetch(name->prefix);
 }
 
 // Takes one copy away in every context where the place's slot names the hash; returns how many that were.

@@ -53,10 +53,12 @@ class SegmentedTable {
     return page_bytes_ + directory_.capacity() * sizeof(uint32_t) + segments_.capacity() * sizeof(Segment);
   }
 
-  // Forced inline: GCC 12 takes a function that only prefetches for one without effect and drops the call.
-  [[gnu::always_inline]] void prefetch(uint64_t key) const {
+  void prefetch(uint64_t key) const {
     const Segment& segment = segments_[segment_of(key)];
     const Entry* at = segment.slots() + segment.home(key);
+    // GCC 12 takes a function that only prefetches for one without effect and drops the calls; this is an
+    // effect.
+    asm volatile("" : : "r"(at));
     __builtin_prefetch(at);
     // An entry lies up to a few places behind its home; the second line is wanted often enough to pay for it.
     __builtin_prefetch(reinterpret_cast<const char*>(at) + 64);

@@ -322,7 +322,9 @@ class ReferenceIndex:
         for engine_hash, slot, prefix, copies in rows[:end]:
             by_slot.setdefault(slot, []).append((engine_hash, prefix, copies))
         runs = [
-            NameRun(s, c, t, g, *(struct.pack(f"<{len(column)}Q", *column) for column in zip(*named, strict=True)))
+            NameRun(
+                s, c, t, g, *(struct.pack(f"<{len(column)}Q", *column) for column in zip(*named, strict=True))
+            )
             for (s, t, g, c), named in by_slot.items()
         ]
         return runs, None if end is None else rows[end][0]

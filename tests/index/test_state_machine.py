@@ -211,15 +211,11 @@ class SideBySide(RuleBasedStateMachine):
         copies=st.none() | st.integers(1, 3),
         wait=waits,
     )
-    def store_prefixes(
-        self, wait: int, pick: int, spot: int | None, more: Path, copies: int | None
-    ) -> None:
+    def store_prefixes(self, wait: int, pick: int, spot: int | None, more: Path, copies: int | None) -> None:
         self.now += wait
         below = self.earlier(pick)
         path = (below.path + more)[:6]
-        blocks = dataclasses.replace(
-            below, path=path, start=0, spot=below.spot if spot is None else spot
-        )
+        blocks = dataclasses.replace(below, path=path, start=0, spot=below.spot if spot is None else spot)
         twin = self.context_of(blocks.context)
         more_fields: dict[str, Any] = {
             "tier": blocks.tier,
@@ -376,7 +372,7 @@ class SideBySide(RuleBasedStateMachine):
         self.remember(known)
 
     @rule(names_max=st.sampled_from([1, 3, 1_000]), wait=waits)
-    def names(self, wait: int, names_max: int) -> None:
+    def list_names(self, wait: int, names_max: int) -> None:
         self.now += wait
         native = [twin.native for twin in self.sources]
         oracle = [twin.oracle for twin in self.sources]
@@ -514,16 +510,16 @@ class SideBySide(RuleBasedStateMachine):
                 raise AssertionError("a sweep does not come to an end")
 
 
-def all_names(
-    index: Index, now: int, names_max: int
-) -> list[tuple[int, int, int, int, int, int, int]]:
+def all_names(index: Index, now: int, names_max: int) -> list[tuple[int, int, int, int, int, int, int]]:
     """(source, context, tier, group, engine hash, prefix hash, copies) of every name."""
     found = []
     cursor: int | None = 0
     while cursor is not None:
         runs, cursor = index.names(cursor, names_max, now)
         for run in runs:
-            columns = [struct.iter_unpack("<Q", c) for c in (run.engine_hashes, run.prefix_hashes, run.copies)]
+            columns = [
+                struct.iter_unpack("<Q", c) for c in (run.engine_hashes, run.prefix_hashes, run.copies)
+            ]
             for (engine_hash,), (prefix,), (copies,) in zip(*columns, strict=True):
                 found.append((run.source, run.context, run.tier, run.group, engine_hash, prefix, copies))
     return found

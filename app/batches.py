@@ -59,7 +59,10 @@ def sift(batch: EventBatch, block_size: int | None) -> Sifted:
             if block_size is None:
                 block_size = event.block_size
             if event.block_size != block_size:
-                detail = f"block_size {event.block_size} does not match {block_size}, the size of this source"
+                detail = (
+                    f"block_size {event.block_size} does not match {block_size}, "
+                    "which was declared for this source or came first"
+                )
                 rejected.append(RejectedEvent(index=position, reason="block_size", detail=detail))
                 continue
         events.append(event)
@@ -121,7 +124,6 @@ class Batches:
         if restarted:
             source.restarts += 1
             self._registry.reset(source, "the engine restarted: another batch came as number 0")
-        self._registry.welcome_back(source)
         if seq is not None and source.last_seq is not None and seq > source.last_seq + 1:
             source.gaps += 1
             self._registry.lose(source, f"batches {source.last_seq + 1} to {seq - 1} never came")
@@ -135,6 +137,7 @@ class Batches:
         return self._apply(source, sift(batch, source.block_size), seq, None)
 
     def _apply(self, source: Source, sifted: Sifted, seq: int | None, lora: str | None) -> BatchResult:
+        self._registry.welcome_back(source)
         source.block_size = sifted.block_size
         tally = self._apply_events(source, sifted.events, lora)
         source.batches += 1

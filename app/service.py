@@ -152,9 +152,7 @@ class IndexerService:
         without a model and for another model than the pod's; LimitExceeded; BatchRejected when events were
         sent and every one of them is bad.
         """
-        return self._batches.post(
-            pod, batch, model=model, dp_rank=dp_rank, seq=seq, lora=lora, digest=digest
-        )
+        return self._batches.post(pod, batch, model=model, dp_rank=dp_rank, seq=seq, lora=lora, digest=digest)
 
     def apply(self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None) -> BatchResult:
         """The next batch of a stream whose order and completeness the caller vouches for.

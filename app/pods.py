@@ -11,6 +11,8 @@ import dataclasses
 import enum
 from collections import Counter
 
+from app.events import Tier
+
 
 class SourceState(enum.StrEnum):
     """How far the picture of a source can be trusted."""
@@ -52,6 +54,7 @@ class Source:
     last_seq: int | None = None  # newest sequence number that a match already sees
     last_event_at_s: float | None = None  # on the service's clock
     block_size: int | None = None  # of the GPU tier, in tokens: declared, or learned from the first event
+    chunk_sizes: dict[Tier, int] = dataclasses.field(default_factory=dict)  # of other tiers, in tokens: learned
     down_since_s: float | None = None
     gaps: int = 0
     replays: int = 0

@@ -148,6 +148,7 @@ class Registry:
         self._index.clear(source.index_id)
         source.last_seq = None
         source.block_size = self.pods[source.pod].spec.block_size
+        source.chunk_sizes.clear()
         source.offloads = False
         self._change(source, cause, incomplete=False)
 

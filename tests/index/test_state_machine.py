@@ -28,6 +28,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from app.index.interface import Index
 from app.index.prefix_index import Depths, IndexLimits, PrefixIndex
 from tests.reference import ReferenceIndex
 
@@ -224,6 +225,35 @@ class SideBySide(RuleBasedStateMachine):
         self.remember(blocks)
 
     @precondition(lambda self: self.stored)
+    @rule(
+        pick=picks,
+        spot=st.none() | spots,
+        more=st.just(()) | paths,
+        copies=st.none() | st.integers(1, 3),
+        wait=waits,
+    )
+    def store_prefixes(self, wait: int, pick: int, spot: int | None, more: Path, copies: int | None) -> None:
+        self.now += wait
+        below = self.earlier(pick)
+        path = (below.path + more)[:6]
+        blocks = dataclasses.replace(below, path=path, start=0, spot=below.spot if spot is None else spot)
+        twin = self.context_of(blocks.context)
+        more_fields: dict[str, Any] = {
+            "tier": blocks.tier,
+            "group": blocks.group,
+            "engine_hashes": self.pack_names(blocks.spot, path, 0),
+            "prefix_hashes": self.prefix_hashes(blocks.context, path),
+            "copies": struct.pack("<Q", copies) * len(path) if copies and self.count_copies else None,
+            "now": self.now,
+            "count_copies": self.count_copies,
+        }
+        source = self.sources[blocks.spot]
+        assert self.native.store_prefixes(
+            source.native, twin.native, **more_fields
+        ) == self.oracle.store_prefixes(source.oracle, twin.oracle, **more_fields)
+        self.remember(blocks)
+
+    @precondition(lambda self: self.stored)
     @rule(pick=picks, tier=tiers, group=groups, wait=waits)
     def place(self, wait: int, pick: int, tier: int, group: int) -> None:
         self.now += wait
@@ -362,6 +392,21 @@ class SideBySide(RuleBasedStateMachine):
         ) == self.oracle.add_speculative(twin.oracle, source.oracle, hashes, ttl, self.now)
         self.remember(known)
 
+    @rule(names_max=st.sampled_from([1, 3, 1_000]), wait=waits)
+    def list_names(self, wait: int, names_max: int) -> None:
+        self.now += wait
+        native = [twin.native for twin in self.sources]
+        oracle = [twin.oracle for twin in self.sources]
+        contexts = {key: self.known_context(number) for number, key in enumerate(CONTEXTS)}
+        known = {twin.native: twin.oracle for twin in contexts.values() if twin is not None}
+        assert sorted(
+            (native.index(source), known[context], *rest)
+            for source, context, *rest in all_names(self.native, self.now, names_max)
+        ) == sorted(
+            (oracle.index(source), context, *rest)
+            for source, context, *rest in all_names(self.oracle, self.now, names_max)
+        )
+
     # -- time
 
     @rule(visits=st.sampled_from([1, 2, 7, 40]), wait=waits)
@@ -486,6 +531,21 @@ class SideBySide(RuleBasedStateMachine):
                     break
             else:
                 raise AssertionError("a sweep does not come to an end")
+
+
+def all_names(index: Index, now: int, names_max: int) -> list[tuple[int, int, int, int, int, int, int]]:
+    """(source, context, tier, group, engine hash, prefix hash, copies) of every name."""
+    found = []
+    cursor: int | None = 0
+    while cursor is not None:
+        runs, cursor = index.names(cursor, names_max, now)
+        for run in runs:
+            columns = [
+                struct.iter_unpack("<Q", c) for c in (run.engine_hashes, run.prefix_hashes, run.copies)
+            ]
+            for (engine_hash,), (prefix,), (copies,) in zip(*columns, strict=True):
+                found.append((run.source, run.context, run.tier, run.group, engine_hash, prefix, copies))
+    return found
 
 
 TestSideBySide = SideBySide.TestCase

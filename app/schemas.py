@@ -314,6 +314,7 @@ class RankResponse(Body):
 
     dp_rank: int
     state: StateLabel
+    cause: str = Field(description="Why it is in this state, as last told; empty while nothing was.")
     last_seq: int | None = Field(description="Newest sequence number that a match already sees.")
     last_event_age_s: float | None
     blocks: dict[str, int] = Field(description="Blocks held, by tier.")

@@ -62,5 +62,6 @@ def test_ready_once_connected_where_nothing_can_be_replayed() -> None:
             wait_for(http, "/readyz", 200)
             (rank,) = http.get("/v1/pods/pod-a").json()["ranks"]
             assert rank["state"] == "catching_up"
+            assert "without a replay endpoint" in rank["cause"]
     finally:
         publisher.kill()

@@ -529,6 +529,28 @@ def test_each_change_of_state_is_one_log_line(bench: Bench, caplog: pytest.LogCa
 # -- queries
 
 
+def test_the_cause_of_a_state_is_kept_with_it(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="app.registry")
+    bench.service.register(PodSpec("a", "m", zmq_endpoint="tcp://h:1"))
+    source = bench.service.pod("a").sources[0]
+
+    def say(state: SourceState, cause: str) -> tuple[SourceState, str]:
+        bench.service.set_source_state("a", 0, state, cause=cause)
+        return source.state, source.cause
+
+    assert source.cause == ""
+    assert say(SourceState.DOWN, "connecting") == (SourceState.DOWN, "connecting")
+    assert say(SourceState.DOWN, "no address") == (SourceState.DOWN, "no address")
+    assert say(SourceState.DOWN, "no address") == (SourceState.DOWN, "no address")
+    assert say(SourceState.CATCHING_UP, "replay") == (SourceState.CATCHING_UP, "replay")
+    assert say(SourceState.DEGRADED, "batch 3 is lost") == (SourceState.DEGRADED, "batch 3 is lost")
+    assert say(SourceState.LIVE, "whole from here on") == (SourceState.DEGRADED, "batch 3 is lost")
+    bench.service.reset_source("a", 0, restarted=True)
+    assert (source.state, source.cause) == (SourceState.LIVE, "whole from here on")
+    said = [record.__dict__["cause"] for record in caplog.records]
+    assert said == ["connecting", "no address", "replay", "batch 3 is lost", "the engine restarted"]
+
+
 def test_match_counts_tokens_and_full_blocks(bench: Bench) -> None:
     bench.post(stored(0, 3))
     answer = bench.match(18)

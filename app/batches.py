@@ -108,6 +108,7 @@ class Batches:
         dp_rank: int,
         seq: int | None,
         lora: str | None,
+        digest: int | None = None,
     ) -> BatchResult:
         """See IndexerService.post."""
         known = self._registry.pods.get(pod)
@@ -118,22 +119,30 @@ class Batches:
             self._registry.check_model(known, model)
         self._registry.check_rank(dp_rank)
         source = known.sources.get(dp_rank) if known is not None else None
-        if source is not None and _seen(source, seq):
+        restarted = source is not None and _restarted(source, seq, digest)
+        if source is not None and _seen(source, seq) and not restarted:
             source.duplicates += 1
             return BatchResult(duplicate=True)
         declared = known.spec.block_size if known is not None else None
-        learned = (declared, {}) if source is None else (source.block_size, source.chunk_sizes)
-        sifted = sift(batch, *learned)
+        if source is None or restarted:
+            sifted = sift(batch, declared, {})
+        else:
+            sifted = sift(batch, source.block_size, source.chunk_sizes)
         if sifted.is_useless:
             self._count_rejected(source, sifted.rejected)
             raise BatchRejected(sifted.rejected)
         if known is None:
             self._registry.register(PodSpec(name=pod, model=model or ""))
         source = self._registry.source(pod, dp_rank)
+        if restarted:
+            source.restarts += 1
+            self._registry.reset(source, "the engine restarted: another batch came as number 0")
         self._registry.welcome_back(source)
         if seq is not None and source.last_seq is not None and seq > source.last_seq + 1:
             source.gaps += 1
             self._registry.lose(source, f"batches {source.last_seq + 1} to {seq - 1} never came")
+        if seq == 0:
+            source.first_digest = digest
         return self._apply(source, sifted, seq, lora)
 
     def apply(self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None) -> BatchResult:
@@ -239,6 +248,11 @@ class Batches:
         self.rejected.update(event.reason for event in rejected)
         if source is not None:
             source.rejected += len(rejected)
+
+
+def _restarted(source: Source, seq: int | None, digest: int | None) -> bool:
+    """Another batch comes as number 0 than the one that did before, or than none: the publisher counts anew."""
+    return seq == 0 and digest is not None and source.last_seq is not None and digest != source.first_digest
 
 
 def _seen(source: Source, seq: int | None) -> bool:

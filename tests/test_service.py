@@ -390,7 +390,7 @@ def test_adapter_of_the_event_then_of_the_batch_then_of_the_pod(bench: Bench) ->
 def test_removal_without_a_source_reaches_every_pod_of_the_model(bench: Bench) -> None:
     for pod, model in (("a", "m"), ("b", "m"), ("c", "n")):
         bench.post(stored(0, 2), pod=pod, model=model)
-    assert bench.service.remove_everywhere("m", None, uint64s(100)) == 2
+    assert bench.service.remove_everywhere("m", None, removed(100)) == 2
     assert bench.match().matches == ()
     assert bench.depth("c", model="n") == 2
 

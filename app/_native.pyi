@@ -9,6 +9,9 @@ def prefix_hashes(
     seed: int, block_size: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None
 ) -> bytes: ...
 
+class SlotMap:
+    """Contexts and slots of a snapshot -> those of the index that reads it."""
+
 class PrefixIndex:
     def __init__(
         self,
@@ -72,6 +75,28 @@ class PrefixIndex:
         """Runs of (source, context, tier, group, engine hashes, prefix hashes, copies); the next cursor."""
 
     def blocks_by_tier(self, source: int) -> tuple[int, int, int, int]: ...
+    def slots(self) -> list[tuple[int, int, int, int, int, int, int]]:
+        """(context, slot, source, tier, group, blocks, digest) of every living slot."""
+
+    def export_begin(self) -> None: ...
+    def export_names(self, names_max: int) -> tuple[bytes, bool]:
+        """A frame; whether the walk is at its end."""
+
+    def export_changes(self, keys_max: int) -> tuple[bytes, int]:
+        """A frame; how many keys that changed are left."""
+
+    def export_end(self) -> None: ...
+    def import_slot(
+        self,
+        slots: SlotMap,
+        old_context: int,
+        old_slot: int,
+        context: int,
+        source: int,
+        tier: int,
+        group: int,
+    ) -> None: ...
+    def import_frame(self, frame: bytes, slots: SlotMap, saved_at: int, elapsed: int, now: int) -> bool: ...
     def orphan_blocks(self, source: int) -> int: ...
     def orphan_drops(self) -> list[tuple[int, int]]: ...
     def sweep(self, now: int, visits_max: int) -> tuple[int, int, bool]: ...

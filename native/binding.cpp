@@ -70,6 +70,7 @@ void bind_index(nb::module_& m) {
       },
       "seed"_a, "block_size"_a, "token_ids"_a, "extra_keys"_a.none());
 
+  nb::class_<SlotMap>(m, "SlotMap").def(nb::init<>());
   nb::class_<PrefixIndex>(m, "PrefixIndex")
       .def("__init__",
            [](PrefixIndex* self, Tick ttl, size_t contexts_max, size_t prefixes_per_context_max,
@@ -157,6 +158,40 @@ void bind_index(nb::module_& m) {
            [](const PrefixIndex& self, uint32_t source) {
              const auto blocks = self.blocks_by_tier(source);
              return std::tuple(blocks[0], blocks[1], blocks[2], blocks[3]);
+           })
+      .def("slots",
+           [](const PrefixIndex& self) {
+             std::vector<std::tuple<uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint64_t, uint64_t>>
+                 rows;
+             for (const SlotRow& row : self.slots())
+               rows.emplace_back(row.context, row.slot, row.source, row.tier, row.group, row.blocks,
+                                 row.digest);
+             return rows;
+           })
+      .def("export_begin", &PrefixIndex::export_begin)
+      .def("export_end", &PrefixIndex::export_end)
+      .def("export_names",
+           [](PrefixIndex& self, size_t names_max) {
+             bool done = false;
+             const std::vector<uint8_t> frame = self.export_names(names_max, done);
+             return nb::make_tuple(nb::bytes(frame.data(), frame.size()), done);
+           })
+      .def("export_changes",
+           [](PrefixIndex& self, size_t keys_max) {
+             size_t keys_left = 0;
+             const std::vector<uint8_t> frame = self.export_changes(keys_max, keys_left);
+             return nb::make_tuple(nb::bytes(frame.data(), frame.size()), keys_left);
+           })
+      .def("import_slot",
+           [](PrefixIndex& self, SlotMap& slots, uint32_t old_context, uint32_t old_slot, uint32_t context,
+              uint32_t source, uint32_t tier, uint32_t group) {
+             slots.contexts[old_context] = context;
+             slots.slots[{old_context, old_slot}] = self.import_slot(context, {source, tier, group});
+           })
+      .def("import_frame",
+           [](PrefixIndex& self, const nb::bytes& frame, const SlotMap& slots, Tick saved_at, Tick elapsed,
+              Tick now) {
+             return self.import_frame({data_of(frame), frame.size()}, slots, {saved_at, elapsed, now});
            })
       .def("orphan_blocks", &PrefixIndex::orphan_blocks)
       .def("orphan_drops", &PrefixIndex::orphan_drops)

@@ -68,6 +68,7 @@ class SurplusTable {
     }
   }
   bool is_empty() const { return table_.size() == 0; }
+  bool has(uint64_t key) { return table_.find(key) != nullptr; }
   SegmentedTable<Surplus>& table() { return table_; }
   const SegmentedTable<Surplus>& table() const { return table_; }
 
@@ -89,6 +90,7 @@ struct Slot {
   bool live = false;
   uint64_t blocks = 0;
   uint64_t retired_in = 0;  // number of the sweep pass
+  uint64_t digest = 0;  // sum of mix64 of the prefixes that it holds: the same in whatever order they came
 };
 
 struct LocalSource {
@@ -164,7 +166,7 @@ struct Context {
       number = free_slots.back();
       free_slots.pop_back();
     }
-    slots[number] = Slot{local, place.tier, place.group, true, 0, 0};
+    slots[number] = Slot{local, place.tier, place.group, true, 0, 0, 0};
     sources[local].slots.push_back(number);
     return number;
   }

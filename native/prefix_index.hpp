@@ -37,6 +37,7 @@
 #include "match_walk.hpp"
 #include "orphan_book.hpp"
 #include "segmented_table.hpp"
+#include "snapshot_frame.hpp"
 
 namespace kvindexer {
 
@@ -58,6 +59,23 @@ struct NameRun {  // names of one slot, in the order of the table; copies are 1 
   Place place;
   uint32_t context;
   std::vector<uint64_t> engine_hashes, prefixes, copies;
+};
+struct SlotRow {  // a living slot
+  uint32_t context, slot, source, tier, group;
+  uint64_t blocks, digest;
+};
+struct SlotMap {  // of the contexts and slots of a snapshot, to those of this index
+  std::map<uint32_t, uint32_t> contexts;
+  std::map<std::pair<uint32_t, uint32_t>, uint32_t> slots;  // (context, slot) of the snapshot -> slot
+};
+struct Aging {  // from a snapshot's ticks to these
+  Tick saved_at;
+  Tick elapsed;  // since then
+  Tick now;
+  Tick aged(Tick last_seen) const {
+    const uint64_t age = uint64_t{saved_at - std::min(saved_at, last_seen)} + elapsed;
+    return age < now ? now - static_cast<Tick>(age) : 0;
+  }
 };
 struct Swept {
   uint64_t visited = 0, expired = 0;
@@ -123,9 +141,22 @@ class PrefixIndex {
   // true when there is no more.
   bool names(uint64_t& cursor, size_t names_max, Tick now, std::vector<NameRun>& runs);
   std::array<uint64_t, kTiers> blocks_by_tier(uint32_t source) const;
+  std::vector<SlotRow> slots() const;
   uint64_t orphan_blocks(uint32_t source) const { return orphans_.blocks_of(source); }
   std::vector<std::pair<uint32_t, uint64_t>> orphan_drops() { return orphans_.take_drops(); }
   Statistics statistics() const;
+
+  // -- snapshots (prefix_index_snapshot.cpp says how)
+
+  // begin, names until done, changes until few are left, and at one instant: the last changes and `slots`.
+  void export_begin();
+  std::vector<uint8_t> export_names(size_t names_max, bool& done);
+  std::vector<uint8_t> export_changes(size_t keys_max, size_t& keys_left);
+  void export_end();
+  // The frames of a snapshot in their order, into slots that were made for it and hold nothing. False: not a
+  // frame, and what of it was read has been taken in.
+  uint32_t import_slot(uint32_t context, const Place& place);
+  bool import_frame(std::span<const uint8_t> frame, const SlotMap& slots, const Aging& aging);
 
   // -- time
 
@@ -143,7 +174,18 @@ class PrefixIndex {
     SetId owners;
     bool empty() const { return owners == kEmptySet; }
   };
+  struct Touched {  // a name of this key changed behind an export
+    uint64_t key;
+    uint32_t times;
+    bool empty() const { return times == 0; }
+  };
 #pragma pack(pop)
+  struct Imported {  // a set of slots in a frame that is being read, and what was added to each of them
+    SetId id = kEmptySet;
+    Context* context = nullptr;
+    std::unordered_map<uint32_t, uint32_t> renamed = {};  // slot of the snapshot -> slot
+    uint64_t blocks = 0, digest = 0;
+  };
   struct Frame {  // blocks on their way into a slot, one after the other
     Place place;
     std::vector<uint64_t> engine_hashes;
@@ -196,6 +238,18 @@ class PrefixIndex {
     return sets_.context(name.owners) == context.id && sets_.contains(name.owners, slot);
   }
 
+  // Invariant: whatever changes a name calls this, so that an export under way writes the name again.
+  void touch(uint64_t key) {
+    if (exporting_ && (walk_done_ || key < export_cursor_) && touched_.find(key) == nullptr)
+      touched_.insert(Touched{key, 1});
+  }
+
+  // prefix_index_snapshot.cpp
+  std::vector<uint8_t> frame_of(std::span<const uint64_t> void_keys, std::span<const Name> found);
+  void disown_all(uint64_t key, Tick now);
+  bool import_names(FrameReader& in, std::vector<Imported>& sets, const Aging& aging);
+  void import_name(uint64_t key, uint64_t prefix, Tick last_seen, Imported& set);
+
   // prefix_index_upkeep.cpp
   void forget(Context& context, const PrefixEntry& entry);
   void evict(Context& context);
@@ -233,6 +287,12 @@ class PrefixIndex {
   bool remains_ = false;  // something died since the pass under way began
   uint64_t random_ = 0;
   Statistics statistics_;
+
+  bool exporting_ = false;
+  bool walk_done_ = false;      // every name has been written once
+  uint64_t export_cursor_ = 0;  // names with smaller keys have been
+  SegmentedTable<Touched> touched_;
+  std::vector<std::pair<uint32_t, uint64_t>> gone_;  // (context, prefix) since the last frame
 };
 
 }  // namespace kvindexer

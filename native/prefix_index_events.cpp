@@ -193,8 +193,10 @@ uint64_t PrefixIndex::store_frames(Context& context, Frame first, Tick now, bool
       if (!frame.slot) frame.slot = slot_of(context, frame.place);
       const bool count = count_copies && !frame.restating && frame.copies.empty();
       if (!store_block(context, *frame.slot, engine_hash, prefix, now, count)) frame.restating = false;
-      if (!frame.copies.empty())
+      if (!frame.copies.empty()) {
+        touch(mix64(engine_hash));
         copies_.set(mix64(engine_hash), context.id, *frame.slot, frame.copies[block] - 1);
+      }
       ++stored;
     }
     if (!orphans_.is_empty()) release_waiters(context, frame.place.source, engine_hash, prefix, frames);
@@ -227,6 +229,7 @@ bool PrefixIndex::store_block(Context& context, uint32_t slot, uint64_t engine_h
   }
   const bool held = entry != nullptr && sets_.contains(entry->holders, slot);
   const bool owned = name != nullptr && sets_.contains(name->owners, slot);
+  if (!held || !owned || count_copies) touch(key);
   if (held && owned) {
     if (count_copies) copies_.set(key, context.id, slot, copies_.get(key, context.id, slot) + 1);
   } else {
@@ -265,6 +268,7 @@ PrefixIndex::Name* PrefixIndex::find_own_name(const Context& context, uint32_t s
 PrefixEntry* PrefixIndex::hold(Context& context, uint32_t slot, PrefixEntry* entry, uint64_t prefix,
                                Tick now) {
   ++context.slots[slot].blocks;
+  context.slots[slot].digest += mix64(prefix);
   if (entry == nullptr) {
     if (context.prefixes.size() >= limits_.prefixes_per_context_max) evict(context);
     const SetId alone = sets_.with(kEmptySet, context.id, slot);
@@ -291,6 +295,7 @@ void PrefixIndex::own(Context& context, uint32_t slot, Name* name, uint64_t key,
 // The slot loses a name with all its copies and, when that was its last one for the prefix, the prefix.
 void PrefixIndex::disown(Context& context, uint32_t slot, Name* name, Tick now) {
   const uint64_t prefix = name->prefix;
+  touch(name->key);
   copies_.set(name->key, context.id, slot, 0);
   SetId owners = name->owners;
   replace(owners, sets_.without(owners, slot));
@@ -302,6 +307,7 @@ void PrefixIndex::disown(Context& context, uint32_t slot, Name* name, Tick now) 
   if (const uint64_t others = aliases_.get(prefix, context.id, slot); others != 0)
     return aliases_.set(prefix, context.id, slot, others - 1);
   --context.slots[slot].blocks;
+  context.slots[slot].digest -= mix64(prefix);
   replace(entry->holders, sets_.without(entry->holders, slot));
   if (entry->holders == kEmptySet) context.prefixes.erase(entry);
 }
@@ -359,6 +365,7 @@ uint64_t PrefixIndex::remove_name(const Place& place, uint64_t engine_hash, Tick
     while (!owns(*name, *context, slot)) name = names_.next_equal(name);
     const bool held = holds(*context, slot, name->prefix, now);
     const uint64_t more = copies_.get(key, context->id, slot);
+    touch(key);
     if (held && more != 0)
       copies_.set(key, context->id, slot, more - 1);
     else

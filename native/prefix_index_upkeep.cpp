@@ -18,9 +18,11 @@ constexpr size_t kGraveVisits = 4096;     // what taking one segment apart count
 void PrefixIndex::forget(Context& context, const PrefixEntry& entry) {
   sets_.for_each(entry.holders, [&](uint32_t slot) {
     --context.slots[slot].blocks;
+    context.slots[slot].digest -= mix64(entry.key);
     if (!aliases_.is_empty()) aliases_.set(entry.key, context.id, slot, 0);
   });
   sets_.release(entry.holders);
+  if (exporting_) gone_.emplace_back(context.id, entry.key);
   remains_ = true;  // its names
 }
 
@@ -137,8 +139,12 @@ void PrefixIndex::sweep_stage(Tick now, size_t visits_max, Swept& swept) {
       break;
     case Stage::kAliases:
       if (!sweep_surplus(aliases_)) break;
-      // Every table has been seen since the pass began: bits that were dead before it are free.
-      for (const auto& [id, context] : contexts_) context->reclaim(pass_);
+      // Every table has been seen since the pass began: bits that were dead before it are free. Not so for a
+      // snapshot under way, which has written them: they wait for a later pass.
+      if (exporting_)
+        remains_ = true;
+      else
+        for (const auto& [id, context] : contexts_) context->reclaim(pass_);
       swept.pass_done = true;
       break;
   }

@@ -25,6 +25,7 @@ from app.index.prefix_index import (
     IndexStats,
     NameRun,
     RemoveResult,
+    SlotInfo,
     StoreResult,
     SweepResult,
 )
@@ -340,6 +341,16 @@ class ReferenceIndex:
                 blocks[slot[1]] += len({name.prefix for name in names.values()})
         return (blocks[0], blocks[1], blocks[2], blocks[3])
 
+    def slots(self) -> list[SlotInfo]:
+        """Only those that hold something; all have the number 0."""
+        found = []
+        for (source, tier, group, context), names in self._names.items():
+            prefixes = {name.prefix for name in names.values()}
+            digest = sum(map(_mix64, prefixes)) % 2**64
+            if prefixes:
+                found.append(SlotInfo(context, 0, source, tier, group, len(prefixes), digest))
+        return found
+
     def orphan_blocks(self, source: int) -> int:
         return sum(len(orphan.blocks) for orphan in self._orphans if orphan.slot[0] == source)
 
@@ -544,3 +555,10 @@ def _hash_chain(context: _Context, token_ids: bytes, extra_keys: Iterable[bytes]
     for content, key in zip(tokens, keys, strict=False):
         chain.append(xxhash.xxh64_intdigest(content + key, seed=chain[-1]))
     return chain[1:]
+
+
+def _mix64(key: int) -> int:
+    """The finaliser of MurmurHash3 (Appleby, public domain), as in native/xxh64.hpp."""
+    key = (key ^ (key >> 33)) * 0xFF51AFD7ED558CCD % 2**64
+    key = (key ^ (key >> 33)) * 0xC4CEB9FE1A85EC53 % 2**64
+    return key ^ (key >> 33)

@@ -131,6 +131,19 @@ class NameRun:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SlotInfo:
+    """A slot and what it holds, swept or not; `digest` is the sum modulo 2^64 of mix64 of its prefixes."""
+
+    context: int
+    slot: int  # its number in the context
+    source: int
+    tier: int
+    group: int
+    blocks: int
+    digest: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RemoveResult:
     removed_blocks: int  # copies taken away (from slots or from orphans)
     unknown_blocks: int
@@ -385,12 +398,26 @@ class PrefixIndex:
         self._require_source(source)
         return self._core.blocks_by_tier(source)
 
+    def slots(self) -> list[SlotInfo]:
+        """Every slot that was stored into and not cleared since. Entries that expired count until swept."""
+        return [SlotInfo(*row) for row in self._core.slots()]
+
     def orphan_blocks(self, source: int) -> int:
         return self._core.orphan_blocks(source)
 
     def orphan_drops(self) -> list[tuple[int, int]]:
         """(source, blocks) dropped for want of room since the last call."""
         return self._core.orphan_drops()
+
+    # -- snapshots: see native/prefix_index_snapshot.cpp
+
+    def start_export(self) -> IndexExport:
+        """One at a time: a new one ends the one before."""
+        return IndexExport(self._core)
+
+    def start_import(self, *, saved_at: int, elapsed: int, now: int) -> IndexImport:
+        """`saved_at` is the tick of the snapshot, `elapsed` the ticks since, `now` this index's tick."""
+        return IndexImport(self._core, saved_at, elapsed, now)
 
     # -- time
 
@@ -405,6 +432,50 @@ class PrefixIndex:
 
     def _require_context(self, context: int) -> None:
         assert context in self._contexts, f"context {context} was evicted or never made"
+
+
+class IndexExport:
+    """A snapshot of the index that is being written: frames, to be read by IndexImport in the same order.
+
+    `names` until it says that it is done, then `changes` as often as wanted, until few are left; then, without
+    anything in between, the last `changes` and PrefixIndex.slots: with that, the frames are the index of that
+    instant, but for the ages of what is matched while they are written. `close` in any case.
+    """
+
+    def __init__(self, core: _native.PrefixIndex) -> None:
+        self._core = core
+        core.export_begin()
+
+    def names(self, names_max: int) -> tuple[bytes, bool]:
+        """A frame of about so many names; True with the last."""
+        assert names_max > 0, "a slice without names would never come to an end"
+        return self._core.export_names(names_max)
+
+    def changes(self, keys_max: int) -> tuple[bytes, int]:
+        """A frame of up to so many names that changed since they were written; how many are left."""
+        return self._core.export_changes(keys_max)
+
+    def close(self) -> None:
+        self._core.export_end()
+
+
+class IndexImport:
+    """A snapshot that is being read into sources and contexts that hold nothing."""
+
+    def __init__(self, core: _native.PrefixIndex, saved_at: int, elapsed: int, now: int) -> None:
+        self._core = core
+        self._slots = _native.SlotMap()
+        self._ticks = (saved_at, elapsed, now)
+
+    def slot(self, saved: SlotInfo, *, context: int, source: int) -> None:
+        """Where a slot of the snapshot is from now on; slots that are not told of are left out."""
+        self._core.import_slot(
+            self._slots, saved.context, saved.slot, context, source, saved.tier, saved.group
+        )
+
+    def frame(self, frame: bytes) -> bool:
+        """False for bytes that no export made; what could be read of them is in the index then."""
+        return self._core.import_frame(frame, self._slots, *self._ticks)
 
 
 def _rows(packed: bytes) -> list[Depths]:

@@ -422,6 +422,7 @@ class SideBySide(RuleBasedStateMachine):
         for source in self.sources:
             assert self.native.blocks_by_tier(source.native) == self.oracle.blocks_by_tier(source.oracle)
             assert self.native.orphan_blocks(source.native) == self.oracle.orphan_blocks(source.oracle)
+        assert held_digests(self.native) == held_digests(self.oracle)
         native, oracle = self.native.stats(), self.oracle.stats()
         for name in ("contexts", "prefixes", "copies", "orphan_blocks", "speculative_blocks"):
             assert getattr(native, name) == getattr(oracle, name), name
@@ -531,6 +532,10 @@ class SideBySide(RuleBasedStateMachine):
                     break
             else:
                 raise AssertionError("a sweep does not come to an end")
+
+
+def held_digests(index: Index) -> list[tuple[int, int, int, int]]:
+    return sorted((slot.tier, slot.group, slot.blocks, slot.digest) for slot in index.slots() if slot.blocks)
 
 
 def all_names(index: Index, now: int, names_max: int) -> list[tuple[int, int, int, int, int, int, int]]:

@@ -1,0 +1,270 @@
+// The index out and in, a frame at a time, consistent though it changes between the frames.
+//
+// A walk in key order writes every name once. Whatever changes behind the walk is noted by its key and
+// written again at the end, with the words that everything written of this key before is void; prefixes that
+// expire or are evicted are noted too, and each frame begins with those that went since the frame before it.
+// Slots that die need no note: the directory, taken with the last frame, does not list them, and their bits
+// are not used again while a snapshot is under way. So all frames and the directory together are the index at
+// the instant of the last frame, but for one thing: `last_seen` is that of the moment when a name was
+// written, so a match that comes later while the snapshot is written is forgotten by it.
+//
+// A frame (all columns little-endian):
+//   count, then (context u32, prefix u64)           prefixes that are gone, names and all
+//   count, then key u64                             keys of which only what follows is true
+//   count, then (context u32, count, slot u32 ...)  sets of slots
+//   count, then columns: key varint (the difference to the one before), prefix u64, set u32, last_seen u32
+//   count, then (name u32, slot u32, copies u64)    names with more than one copy; copies beyond the first
+//
+// Names and prefixes are looked up some places ahead, as everywhere: a slice of 8,192 names takes about a
+// millisecond.
+#include <algorithm>
+#include <unordered_map>
+
+#include "prefix_index.hpp"
+#include "snapshot_frame.hpp"
+
+namespace kvindexer {
+
+void PrefixIndex::export_begin() {
+  exporting_ = true;
+  export_cursor_ = 0;
+  walk_done_ = false;
+  touched_ = {};
+  gone_.clear();
+}
+
+void PrefixIndex::export_end() {
+  exporting_ = false;
+  touched_ = {};
+  gone_ = {};
+}
+
+std::vector<uint8_t> PrefixIndex::export_names(size_t names_max, bool& done) {
+  std::vector<Name> found;
+  walk_done_ = done = names_.walk(export_cursor_, [&](const Name& name) {
+    found.push_back(name);
+    return found.size() < names_max;
+  });
+  return frame_of({}, found);
+}
+
+std::vector<uint8_t> PrefixIndex::export_changes(size_t keys_max, size_t& keys_left) {
+  std::vector<uint64_t> keys;
+  uint64_t cursor = 0;
+  bool done = false;
+  touched_.sweep(cursor, done, keys_max, [&](const Touched& touched) {
+    keys.push_back(touched.key);
+    return false;
+  });
+  keys_left = touched_.size();
+  std::vector<Name> found;
+  for (const uint64_t key : keys)
+    for (const Name* name = names_.find(key); name != nullptr; name = names_.next_equal(name))
+      found.push_back(*name);
+  return frame_of(keys, found);
+}
+
+std::vector<SlotRow> PrefixIndex::slots() const {
+  std::vector<SlotRow> rows;
+  for (const auto& [id, context] : contexts_)
+    for (uint32_t number = 0; number < context->slots.size(); ++number) {
+      const Slot& slot = context->slots[number];
+      if (slot.live)
+        rows.push_back({id, number, context->sources[slot.local].source, slot.tier, slot.group, slot.blocks,
+                        slot.digest});
+    }
+  return rows;
+}
+
+std::vector<uint8_t> PrefixIndex::frame_of(std::span<const uint64_t> void_keys, std::span<const Name> found) {
+  struct Row {
+    uint64_t key, prefix;
+    uint32_t set;
+    Tick last_seen;
+  };
+  std::vector<Row> rows;
+  std::vector<SetId> sets;  // retained until the frame is written
+  std::unordered_map<SetId, uint32_t> set_at;
+  rows.reserve(found.size());
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (i + kAhead < found.size())
+      if (Context* const ahead = find_context(sets_.context(found[i + kAhead].owners)))
+        ahead->prefixes.prefetch(found[i + kAhead].prefix);
+    const Name& name = found[i];
+    Context* const context = find_context(sets_.context(name.owners));
+    const PrefixEntry* const entry = context == nullptr ? nullptr : context->prefixes.find(name.prefix);
+    if (entry == nullptr) continue;
+    const bool all = entry->holders == name.owners && context->retired_slots.empty();
+    const SetId owners =
+        all ? name.owners : sets_.intersection_minus(name.owners, entry->holders, context->dead);
+    if (owners == kEmptySet) continue;
+    const auto [at, is_new] = set_at.try_emplace(owners, static_cast<uint32_t>(sets.size()));
+    if (is_new) {
+      sets_.retain(owners);
+      sets.push_back(owners);
+    }
+    rows.push_back({name.key, name.prefix, at->second, entry->last_seen});
+  }
+
+  FrameWriter out;
+  out.u32(static_cast<uint32_t>(gone_.size()));
+  for (const auto& [context, prefix] : gone_) {
+    out.u32(context);
+    out.u64(prefix);
+  }
+  gone_.clear();
+  out.u32(static_cast<uint32_t>(void_keys.size()));
+  for (const uint64_t key : void_keys) out.u64(key);
+  out.u32(static_cast<uint32_t>(sets.size()));
+  for (const SetId set : sets) {
+    std::vector<uint32_t> slots;
+    sets_.for_each(set, [&](uint32_t slot) { slots.push_back(slot); });
+    out.u32(sets_.context(set));
+    out.u32(static_cast<uint32_t>(slots.size()));
+    for (const uint32_t slot : slots) out.u32(slot);
+  }
+  out.u32(static_cast<uint32_t>(rows.size()));
+  uint64_t before = 0;
+  for (const Row& row : rows) out.varint(row.key - std::exchange(before, row.key));
+  for (const Row& row : rows) out.u64(row.prefix);
+  for (const Row& row : rows) out.u32(row.set);
+  for (const Row& row : rows) out.u32(row.last_seen);
+
+  std::vector<std::array<uint64_t, 3>> surplus;
+  if (!copies_.is_empty())
+    for (size_t i = 0; i < rows.size(); ++i) {
+      if (!copies_.has(rows[i].key)) continue;
+      const SetId owners = sets[rows[i].set];
+      sets_.for_each(owners, [&](uint32_t slot) {
+        if (const uint64_t more = copies_.get(rows[i].key, sets_.context(owners), slot); more != 0)
+          surplus.push_back({i, slot, more});
+      });
+    }
+  out.u32(static_cast<uint32_t>(surplus.size()));
+  for (const auto& [row, slot, more] : surplus) {
+    out.u32(static_cast<uint32_t>(row));
+    out.u32(static_cast<uint32_t>(slot));
+    out.u64(more);
+  }
+  for (const SetId set : sets) sets_.release(set);
+  return out.bytes();
+}
+
+// -- in
+
+uint32_t PrefixIndex::import_slot(uint32_t context, const Place& place) {
+  return slot_of(*contexts_.at(context), place);
+}
+
+bool PrefixIndex::import_frame(std::span<const uint8_t> bytes, const SlotMap& slots, const Aging& aging) {
+  FrameReader in(bytes);
+  for (size_t left = in.count(12); left != 0; --left) {
+    const uint32_t old_context = in.u32();
+    const uint64_t prefix = in.u64();
+    const auto context = slots.contexts.find(old_context);
+    if (context == slots.contexts.end()) continue;
+    Context& known = *contexts_.at(context->second);
+    if (PrefixEntry* const entry = known.prefixes.find(prefix)) {
+      forget(known, *entry);
+      known.prefixes.erase(entry);
+    }
+  }
+  for (size_t left = in.count(8); left != 0; --left) disown_all(in.u64(), aging.now);
+
+  std::vector<Imported> sets(in.count(8));
+  for (Imported& set : sets) {
+    const uint32_t old_context = in.u32();
+    for (size_t left = in.count(4); left != 0; --left) {
+      const uint32_t old_slot = in.u32();
+      const auto slot = slots.slots.find({old_context, old_slot});
+      if (slot == slots.slots.end()) continue;
+      set.context = contexts_.at(slots.contexts.at(old_context)).get();
+      set.renamed.emplace(old_slot, slot->second);
+      const SetId more = sets_.with(set.id, set.context->id, slot->second);
+      sets_.retain(more);
+      sets_.release(std::exchange(set.id, more));
+    }
+  }
+  const bool whole = import_names(in, sets, aging) && in.is_whole() && in.is_at_end();
+  for (const Imported& set : sets) {
+    sets_.for_each(set.id, [&](uint32_t slot) {
+      set.context->slots[slot].blocks += set.blocks;
+      set.context->slots[slot].digest += set.digest;
+    });
+    sets_.release(set.id);
+  }
+  return whole;
+}
+
+// Everything that anybody means by this key; of a snapshot that is being read.
+void PrefixIndex::disown_all(uint64_t key, Tick now) {
+  while (Name* const name = names_.find(key)) {
+    Context& context = *contexts_.at(sets_.context(name->owners));
+    uint32_t first = 0;
+    bool found = false;
+    sets_.for_each(name->owners, [&](uint32_t slot) {
+      if (!found) first = slot;
+      found = true;
+    });
+    disown(context, first, name, now);
+  }
+}
+
+bool PrefixIndex::import_names(FrameReader& in, std::vector<Imported>& sets, const Aging& aging) {
+  struct Row {
+    uint64_t key, prefix;
+    uint32_t set;
+  };
+  std::vector<Row> rows(in.count(17));
+  uint64_t key = 0;
+  for (Row& row : rows) row.key = key += in.varint();
+  for (Row& row : rows) row.prefix = in.u64();
+  for (Row& row : rows) {
+    row.set = in.u32();
+    if (row.set >= sets.size()) return false;
+  }
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (i + kAhead < rows.size())
+      if (Context* const ahead = sets[rows[i + kAhead].set].context)
+        ahead->prefixes.prefetch(rows[i + kAhead].prefix);
+    const Tick last_seen = aging.aged(in.u32());
+    if (!in.is_whole()) return false;
+    if (Imported& set = sets[rows[i].set]; set.id != kEmptySet)
+      import_name(rows[i].key, rows[i].prefix, last_seen, set);
+  }
+  for (size_t left = in.count(16); left != 0; --left) {
+    const uint32_t row = in.u32();
+    const uint32_t old_slot = in.u32();
+    const uint64_t more = in.u64();
+    if (row >= rows.size()) return false;
+    const Imported& set = sets[rows[row].set];
+    if (const auto slot = set.renamed.find(old_slot); slot != set.renamed.end())
+      copies_.set(rows[row].key, set.context->id, slot->second, more);
+  }
+  return true;
+}
+
+void PrefixIndex::import_name(uint64_t key, uint64_t prefix, Tick last_seen, Imported& set) {
+  Context& context = *set.context;
+  PrefixEntry* entry = context.prefixes.find(prefix);
+  if (entry == nullptr) {
+    if (context.prefixes.size() >= limits_.prefixes_per_context_max) evict(context);
+    sets_.retain(set.id);
+    context.prefixes.insert(PrefixEntry{prefix, set.id, last_seen});
+    ++set.blocks;
+    set.digest += mix64(prefix);
+  } else {
+    sets_.for_each(set.id, [&](uint32_t slot) {
+      if (sets_.contains(entry->holders, slot))
+        return aliases_.set(prefix, context.id, slot, aliases_.get(prefix, context.id, slot) + 1);
+      replace(entry->holders, sets_.with(entry->holders, context.id, slot));
+      ++context.slots[slot].blocks;
+      context.slots[slot].digest += mix64(prefix);
+    });
+    entry->last_seen = std::max(entry->last_seen, last_seen);
+  }
+  sets_.retain(set.id);
+  names_.insert(Name{key, prefix, set.id});
+}
+
+}  // namespace kvindexer

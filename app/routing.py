@@ -9,8 +9,9 @@
                 claims that is `degraded` or `down` counts half: it can be stale.
     in_flight   requests: running + WAITING_WEIGHT * waiting as the pod says (vllm:num_requests_running,
                 vllm:num_requests_waiting), plus our own choices that it cannot know of yet.
-    request_tokens  what the pods have to compute for a request lately, on average: it makes one number of
-                requests and tokens, and the formula the same for short prompts and for long ones.
+    request_tokens  length of a prompt lately, on average: it makes one unit of requests and tokens, and the
+                formula the same for short prompts and for long ones. Not what is left to compute of them: where
+                nearly everything is a hit, a request still takes its place in a batch while it decodes.
     pressure    0 up to KV_FREE of the KV cache in use (vllm:kv_cache_usage_perc), then up to 1 when it is
                 full: the engine would preempt a request and compute it again.
 

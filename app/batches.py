@@ -71,7 +71,10 @@ def sift(batch: EventBatch, block_size: int | None, chunk_sizes: Mapping[Tier, i
             if event.tier is not Tier.GPU and event.block_size != chunk_sizes.get(event.tier):
                 continue
             if event.tier is Tier.GPU and event.block_size != block_size:
-                detail = f"block_size {event.block_size} does not match {block_size}, the size of this source"
+                detail = (
+                    f"block_size {event.block_size} does not match {block_size}, "
+                    "which was declared for this source or came first"
+                )
                 rejected.append(RejectedEvent(index=position, reason="block_size", detail=detail))
                 continue
         events.append(event)
@@ -137,7 +140,6 @@ class Batches:
         if restarted:
             source.restarts += 1
             self._registry.reset(source, "the engine restarted: another batch came as number 0")
-        self._registry.welcome_back(source)
         if seq is not None and source.last_seq is not None and seq > source.last_seq + 1:
             source.gaps += 1
             self._registry.lose(source, f"batches {source.last_seq + 1} to {seq - 1} never came")
@@ -151,6 +153,7 @@ class Batches:
         return self._apply(source, sift(batch, source.block_size, source.chunk_sizes), seq, None)
 
     def _apply(self, source: Source, sifted: Sifted, seq: int | None, lora: str | None) -> BatchResult:
+        self._registry.welcome_back(source)
         source.block_size = sifted.block_size
         self._learn_chunk_sizes(source, sifted.chunk_sizes)
         tally = self._apply_events(source, sifted.events, lora)

@@ -14,8 +14,9 @@ holds P while at least one of its names is for P. An entry is P with the slots t
 Expiry. An entry is expired when ttl > 0 and now - last_seen >= ttl. An expired entry is gone, and with it every
 name of it: nothing that happens later can tell it from one that never was (speculative marks have their own deadlines).
 The same holds for an entry that capacity evicted. (The native core falls short of this in one case, see
-native/prefix_index.hpp: a slot that names a prefix by two engine hashes, and an expiry that no sweep has met.) Only counts may include what is not swept yet: blocks_by_tier and
-orphan_blocks what has expired (but nothing that was cleared), ContextInfo.prefixes and stats also what was cleared.
+native/prefix_index.hpp: a slot that names a prefix by two engine hashes, and an expiry that no sweep has met.)
+Only counts may include what is not swept yet: blocks_by_tier and orphan_blocks what has expired (but nothing that was
+cleared), ContextInfo.prefixes and stats also what was cleared.
 
 store(source, context, tier, group, engine_hashes, parent, token_ids, extra_keys)
   parent None: the first block is a root. Else the parent is looked up among the source's names in this context:

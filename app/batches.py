@@ -31,6 +31,7 @@ class BatchResult:
     """What a batch did. `orphans` are blocks of it that wait for their parent."""
 
     accepted: int = 0
+    ignored: int = 0  # of the accepted: they say nothing about a reusable prefix
     stored_blocks: int = 0
     removed_blocks: int = 0
     orphans: int = 0
@@ -168,6 +169,7 @@ class Batches:
         waiting = self._index.orphan_blocks(source.index_id) if tally.orphan_blocks else 0
         return BatchResult(
             accepted=len(sifted.events) + sifted.ignored,
+            ignored=sifted.ignored,
             stored_blocks=tally.stored_blocks,
             removed_blocks=tally.removed_blocks,
             orphans=min(tally.orphan_blocks, waiting),

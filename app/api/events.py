@@ -47,7 +47,7 @@ async def events(request: Request) -> Response:
         dp_rank = batch.dp_rank
     _check_count(wiring, len(batch.events) + len(batch.rejected) + batch.ignored)
     if fields.pod is None:
-        return bodies.answer(request, _shown(_remove_everywhere(wiring.service, fields, batch), batch))
+        return bodies.answer(request, _shown(_remove_everywhere(wiring.service, fields, batch)))
     result = wiring.service.post(
         fields.pod,
         batch,
@@ -59,7 +59,7 @@ async def events(request: Request) -> Response:
     )
     if batch.ts is not None and not result.duplicate:
         wiring.metrics.observe_lag(time.time() - batch.ts)
-    return bodies.answer(request, _shown(result, batch))
+    return bodies.answer(request, _shown(result))
 
 
 def _remove_everywhere(service: IndexerService, fields: EventsFields, batch: EventBatch) -> BatchResult:
@@ -75,7 +75,8 @@ def _remove_everywhere(service: IndexerService, fields: EventsFields, batch: Eve
     if len(removals) < len(batch.events):
         raise InvalidInput("only BlockRemoved can be said of every pod", field="events")
     removed = [service.remove_everywhere(fields.model, fields.lora or None, event) for event in removals]
-    return BatchResult(accepted=len(removals) + batch.ignored, removed_blocks=sum(removed))
+    accepted = len(removals) + batch.ignored
+    return BatchResult(accepted=accepted, ignored=batch.ignored, removed_blocks=sum(removed))
 
 
 def _from_payload(request: Request, service: IndexerService, body: bytes) -> tuple[EventsFields, EventBatch]:
@@ -114,13 +115,13 @@ def _check_count(wiring: Wiring, count: int) -> None:
         raise LimitExceeded(f"{count} events are more than events_max = {events_max}", bound="events_max")
 
 
-def _shown(result: BatchResult, batch: EventBatch) -> dict[str, Any]:
+def _shown(result: BatchResult) -> dict[str, Any]:
     return {
         "accepted": result.accepted,
         "stored_blocks": result.stored_blocks,
         "removed_blocks": result.removed_blocks,
         "orphans": result.orphans,
-        "ignored": 0 if result.duplicate else batch.ignored,
+        "ignored": result.ignored,
         "rejected": [msgspec.structs.asdict(fault) for fault in result.rejected],
         "duplicate": result.duplicate,
     }

@@ -65,6 +65,12 @@ def test_batch_for_every_pod_that_cannot_be(indexer: Indexer, fields: Any, place
     assert indexer.depths(TOKENS) == {"pod-a": 2}, "all of it or nothing"
 
 
+def test_unfinished_chunk_is_accepted_and_ignored(indexer: Indexer) -> None:
+    whole = stored([900], TOKENS[:8], block_size=8, medium="cpu")
+    answer = indexer.events(whole, stored([901], TOKENS[8:12], parent=900, medium="cpu")).json()
+    assert (answer["accepted"], answer["ignored"], answer["stored_blocks"]) == (2, 1, 1)
+
+
 def test_clear(indexer: Indexer) -> None:
     indexer.events(stored([1, 2], TOKENS[:8]))
     assert indexer.events(CLEARED, stored([9], TOKENS[:4])).status_code == 200

@@ -17,8 +17,9 @@ from collections.abc import Callable
 
 from app.config import Settings
 from app.errors import BatchRejected, InvalidInput
-from app.events import BlockRemoved, BlockStored, Event, EventBatch, RejectedEvent, Tier
+from app.events import BlockRemoved, BlockStored, Event, EventBatch, PrefixesStored, RejectedEvent, Tier
 from app.index.interface import Index
+from app.live import LiveFeed
 from app.pods import PodSpec, Source
 from app.registry import Registry
 
@@ -55,16 +56,24 @@ def sift(batch: EventBatch, block_size: int | None) -> Sifted:
     events: list[Event] = []
     rejected = list(batch.rejected)
     for position, event in zip(batch.positions, batch.events, strict=True):
-        if isinstance(event, BlockStored) and event.tier is Tier.GPU and event.token_ids:
+        size = _gpu_block_size(event)
+        if size is not None:
             if block_size is None:
-                block_size = event.block_size
-            if event.block_size != block_size:
-                detail = f"block_size {event.block_size} does not match {block_size}, the size of this source"
+                block_size = size
+            if size != block_size:
+                detail = f"block_size {size} does not match {block_size}, the size of this source"
                 rejected.append(RejectedEvent(index=position, reason="block_size", detail=detail))
                 continue
         events.append(event)
     rejected.sort(key=lambda event: event.index)
     return Sifted(tuple(events), tuple(rejected), batch.ignored, block_size)
+
+
+def _gpu_block_size(event: Event) -> int | None:
+    """The block size that an event gives for the GPU tier; a placeholder has none."""
+    if isinstance(event, PrefixesStored) or (isinstance(event, BlockStored) and event.token_ids):
+        return event.block_size if event.tier is Tier.GPU else None
+    return None
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,12 +87,13 @@ class Batches:
     """Part of the service. `now` gives the index's ticks; `rejected` counts events by reason."""
 
     def __init__(
-        self, settings: Settings, index: Index, registry: Registry, *, now: Callable[[], int]
+        self, settings: Settings, index: Index, registry: Registry, live: LiveFeed, *, now: Callable[[], int]
     ) -> None:
         self.rejected: Counter[str] = Counter()
         self._settings = settings
         self._index = index
         self._registry = registry
+        self._live = live
         self._now = now
 
     def post(
@@ -95,6 +105,7 @@ class Batches:
         dp_rank: int,
         seq: int | None,
         lora: str | None,
+        incomplete: bool,
     ) -> BatchResult:
         """See IndexerService.post."""
         known = self._registry.pods.get(pod)
@@ -120,6 +131,8 @@ class Batches:
         if seq is not None and source.last_seq is not None and seq > source.last_seq + 1:
             source.gaps += 1
             self._registry.lose(source, f"batches {source.last_seq + 1} to {seq - 1} never came")
+        if incomplete:
+            self._registry.lose(source, "its sender says that the picture is not whole")
         return self._apply(source, sifted, seq, lora)
 
     def apply(self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None) -> BatchResult:
@@ -139,12 +152,28 @@ class Batches:
         self._count_rejected(source, sifted.rejected)
         self._registry.hear(source)
         waiting = self._index.orphan_blocks(source.index_id) if tally.orphan_blocks else 0
-        return BatchResult(
+        result = BatchResult(
             accepted=len(sifted.events) + sifted.ignored,
             stored_blocks=tally.stored_blocks,
             removed_blocks=tally.removed_blocks,
             orphans=min(tally.orphan_blocks, waiting),
             rejected=sifted.rejected,
+        )
+        if self._live.is_heard:
+            self._tell(source, seq, result)
+        return result
+
+    def _tell(self, source: Source, seq: int | None, result: BatchResult) -> None:
+        self._live.tell(
+            "batch",
+            pod=source.pod,
+            dp_rank=source.dp_rank,
+            seq=seq,
+            accepted=result.accepted,
+            stored_blocks=result.stored_blocks,
+            removed_blocks=result.removed_blocks,
+            orphans=result.orphans,
+            rejected=len(result.rejected),
         )
 
     def _apply_events(self, source: Source, events: tuple[Event, ...], lora: str | None) -> _Tally:
@@ -156,6 +185,8 @@ class Batches:
             source.events[type(event).__name__] += 1
             if isinstance(event, BlockStored):
                 self._store(source, event, tally, model=spec.model, lora=event.lora or lora, now=now)
+            elif isinstance(event, PrefixesStored):
+                self._store_prefixes(source, event, tally, model=spec.model, now=now)
             elif isinstance(event, BlockRemoved):
                 self._remove(source, event, tally, now=now)
             else:
@@ -193,6 +224,24 @@ class Batches:
         source.unknown_blocks += result.unknown_blocks
         tally.stored_blocks += result.stored_blocks
         tally.orphan_blocks += result.orphan_blocks
+
+    def _store_prefixes(
+        self, source: Source, event: PrefixesStored, tally: _Tally, *, model: str, now: int
+    ) -> None:
+        counted = self._settings.count_copies
+        result = self._index.store_prefixes(
+            source.index_id,
+            self._index.context(model, event.lora, event.block_size, now),
+            tier=event.tier,
+            group=event.group,
+            engine_hashes=event.block_hashes,
+            prefix_hashes=event.prefix_hashes,
+            copies=event.copies if counted else None,
+            now=now,
+            count_copies=counted,
+        )
+        source.offloads |= event.tier is not Tier.GPU
+        tally.stored_blocks += result.stored_blocks
 
     def _remove(self, source: Source, event: BlockRemoved, tally: _Tally, *, now: int) -> None:
         result = self._index.remove(

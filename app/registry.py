@@ -25,6 +25,7 @@ from app.config import Settings
 from app.errors import InvalidInput, LimitExceeded, UnknownPod
 from app.events import Tier
 from app.index.interface import Index
+from app.live import LiveFeed
 from app.pods import Pod, PodSpec, Source, SourceState
 
 logger = logging.getLogger(__name__)
@@ -46,11 +47,12 @@ class PodListener(Protocol):
 
 
 class Registry:
-    def __init__(self, settings: Settings, index: Index, clock: Callable[[], float]) -> None:
+    def __init__(self, settings: Settings, index: Index, live: LiveFeed, clock: Callable[[], float]) -> None:
         self.pods: dict[str, Pod] = {}
         self.listeners: list[PodListener] = []
         self._settings = settings
         self._index = index
+        self._live = live
         self._clock = clock
         self._by_index_id: dict[int, Source] = {}
         self._spoke: dict[int, Source] = {}  # by index id, those that speak by HTTP: longest silent first
@@ -74,6 +76,10 @@ class Registry:
             self.source(spec.name, dp_rank)
         for listener in self.listeners:
             listener.pod_added(spec)
+        if self._live.is_heard:
+            self._live.tell(
+                "pod_added", pod=spec.name, model=spec.model, lora=spec.lora, dp_size=spec.dp_size
+            )
         return pod
 
     def find(self, name: str) -> Pod:
@@ -89,6 +95,8 @@ class Registry:
         for source in pod.sources.values():
             self._drop_source(source)
         del self.pods[name]
+        if self._live.is_heard:
+            self._live.tell("pod_removed", pod=name)
 
     # -- sources
 
@@ -174,6 +182,16 @@ class Registry:
         if source.state is before:
             return
         source.down_since_s = self._clock() if source.state is SourceState.DOWN else None
+        if self._live.is_heard:
+            self._live.tell(
+                "state",
+                pod=source.pod,
+                dp_rank=source.dp_rank,
+                state=source.state.value,
+                state_before=before.value,
+                cause=cause,
+                last_seq=source.last_seq,
+            )
         logger.log(
             logging.INFO if source.state in (SourceState.LIVE, SourceState.CATCHING_UP) else logging.WARNING,
             "source %s rank %d is %s (was %s): %s; remedy: %s",

@@ -45,7 +45,13 @@ async def events(request: Request) -> Response:
         dp_rank = batch.dp_rank
     _check_count(wiring, len(batch.events) + len(batch.rejected) + batch.ignored)
     result = wiring.service.post(
-        fields.pod, batch, model=fields.model, dp_rank=dp_rank, seq=fields.seq, lora=fields.lora or None
+        fields.pod,
+        batch,
+        model=fields.model,
+        dp_rank=dp_rank,
+        seq=fields.seq,
+        lora=fields.lora or None,
+        incomplete=fields.incomplete,
     )
     if batch.ts is not None and not result.duplicate:
         wiring.metrics.observe_lag(time.time() - batch.ts)

@@ -182,17 +182,22 @@ def test_events(as_json: bool) -> None:
 
 
 def test_interrupted_events_are_whole_json() -> None:
-    with serving("serve", "--port", "0") as (_, port), following(f"http://127.0.0.1:{port}", "--json") as process:
+    with (
+        serving("serve", "--port", "0") as (_, port),
+        following(f"http://127.0.0.1:{port}", "--json") as process,
+    ):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, json.loads(out), err) == (0, {"events": []}, "")
 
 
 def test_the_end_of_the_feed_before_its_time_is_a_failure() -> None:
-    with serving("serve", "--port", "0") as (server, port):
-        with following(f"http://127.0.0.1:{port}", "-n", "1") as process:
-            server.send_signal(signal.SIGTERM)
-            _, err = process.communicate(timeout=DEADLINE_S)
+    with (
+        serving("serve", "--port", "0") as (server, port),
+        following(f"http://127.0.0.1:{port}", "-n", "1") as process,
+    ):
+        server.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1
     assert "the feed ended after 0 of 1 events" in err
 

@@ -61,7 +61,10 @@ def sift(batch: EventBatch, block_size: int | None) -> Sifted:
             if block_size is None:
                 block_size = size
             if size != block_size:
-                detail = f"block_size {size} does not match {block_size}, the size of this source"
+                detail = (
+                    f"block_size {size} does not match {block_size}, "
+                    "which was declared for this source or came first"
+                )
                 rejected.append(RejectedEvent(index=position, reason="block_size", detail=detail))
                 continue
         events.append(event)
@@ -105,7 +108,8 @@ class Batches:
         dp_rank: int,
         seq: int | None,
         lora: str | None,
-        incomplete: bool,
+        digest: int | None = None,
+        incomplete: bool = False,
     ) -> BatchResult:
         """See IndexerService.post."""
         known = self._registry.pods.get(pod)
@@ -116,23 +120,28 @@ class Batches:
             self._registry.check_model(known, model)
         self._registry.check_rank(dp_rank)
         source = known.sources.get(dp_rank) if known is not None else None
-        if source is not None and _seen(source, seq):
+        restarted = source is not None and _restarted(source, seq, digest)
+        if source is not None and _seen(source, seq) and not restarted:
             source.duplicates += 1
             return BatchResult(duplicate=True)
         declared = known.spec.block_size if known is not None else None
-        sifted = sift(batch, declared if source is None else source.block_size)
+        sifted = sift(batch, declared if source is None or restarted else source.block_size)
         if sifted.is_useless:
             self._count_rejected(source, sifted.rejected)
             raise BatchRejected(sifted.rejected)
         if known is None:
             self._registry.register(PodSpec(name=pod, model=model or ""))
         source = self._registry.source(pod, dp_rank)
-        self._registry.welcome_back(source)
+        if restarted:
+            source.restarts += 1
+            self._registry.reset(source, "the engine restarted: another batch came as number 0")
         if seq is not None and source.last_seq is not None and seq > source.last_seq + 1:
             source.gaps += 1
             self._registry.lose(source, f"batches {source.last_seq + 1} to {seq - 1} never came")
         if incomplete:
             self._registry.lose(source, "its sender says that the picture is not whole")
+        if seq == 0 and sifted.events:  # a dump ends with a number and no event, and the engine's own may follow
+            source.first_digest = digest
         return self._apply(source, sifted, seq, lora)
 
     def apply(self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None) -> BatchResult:
@@ -141,6 +150,7 @@ class Batches:
         return self._apply(source, sift(batch, source.block_size), seq, None)
 
     def _apply(self, source: Source, sifted: Sifted, seq: int | None, lora: str | None) -> BatchResult:
+        self._registry.welcome_back(source)
         source.block_size = sifted.block_size
         tally = self._apply_events(source, sifted.events, lora)
         source.batches += 1
@@ -263,6 +273,11 @@ class Batches:
         self.rejected.update(event.reason for event in rejected)
         if source is not None:
             source.rejected += len(rejected)
+
+
+def _restarted(source: Source, seq: int | None, digest: int | None) -> bool:
+    """Another batch comes as number 0 than the one that did before, or than none: the publisher counts anew."""
+    return seq == 0 and digest is not None and source.last_seq is not None and digest != source.first_digest
 
 
 def _seen(source: Source, seq: int | None) -> bool:

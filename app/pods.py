@@ -50,6 +50,7 @@ class Source:
     incomplete: bool = False  # batches or blocks were lost for good
     offloads: bool = False  # has spoken of a tier other than the GPU's
     last_seq: int | None = None  # newest sequence number that a match already sees
+    first_digest: int | None = None  # of posted batch 0
     last_event_at_s: float | None = None  # on the service's clock
     block_size: int | None = None  # of the GPU tier, in tokens: declared, or learned from the first event
     down_since_s: float | None = None

@@ -155,6 +155,7 @@ class Registry:
         """The source holds nothing from now on, and nothing is missing from that picture."""
         self._index.clear(source.index_id)
         source.last_seq = None
+        source.first_digest = None
         source.block_size = self.pods[source.pod].spec.block_size
         source.offloads = False
         self._change(source, cause, incomplete=False)

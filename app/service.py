@@ -147,18 +147,27 @@ class IndexerService:
         dp_rank: int,
         seq: int | None,
         lora: str | None,
+        digest: int | None = None,
         incomplete: bool = False,
     ) -> BatchResult:
         """A batch that came by HTTP: registers the pod on first contact, deduplicates by `seq`.
 
         `lora` is the adapter of events that name none. The first `seq` of a source is taken as it is; one
-        that was seen changes nothing; one past the next says that batches were lost, and the source is
-        degraded; so it is when the sender says that its picture is `incomplete`. Raises, with nothing
-        changed: InvalidInput for an unknown pod without a model and for another model than the pod's;
-        LimitExceeded; BatchRejected when events were sent and every one of them is bad.
+        that was seen changes nothing, save 0 with another `digest` (any hash of what was sent) than before:
+        then the engine restarted, and what it held is forgotten first. One past the next says that batches
+        were lost, and the source is degraded; so it is when the sender says that its picture is `incomplete`.
+        Raises, with nothing changed: InvalidInput for an unknown pod without a model and for another model
+        than the pod's; LimitExceeded; BatchRejected when events were sent and every one of them is bad.
         """
         return self._batches.post(
-            pod, batch, model=model, dp_rank=dp_rank, seq=seq, lora=lora, incomplete=incomplete
+            pod,
+            batch,
+            model=model,
+            dp_rank=dp_rank,
+            seq=seq,
+            lora=lora,
+            digest=digest,
+            incomplete=incomplete,
         )
 
     def apply(self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None) -> BatchResult:

@@ -476,6 +476,14 @@ def test_silent_source_holds_nothing_past_its_deadline(bench: Bench) -> None:
     assert (bench.depth("a"), bench.state("a")) == (1, SourceState.DEGRADED)
 
 
+def test_silent_source_comes_back_by_a_stream_too(bench: Bench) -> None:
+    bench.post(stored(0, 2))
+    bench.clock.seconds += 61
+    bench.service.tick()
+    bench.service.apply("a", 0, batch(stored(0)), seq=None)
+    assert (bench.depth(), bench.state()) == (1, SourceState.DEGRADED)
+
+
 def test_silence_is_no_fault_of_a_source_with_a_stream(bench: Bench) -> None:
     bench.service.register(PodSpec(name="a", model="m", zmq_endpoint="tcp://one:5557"))
     bench.service.apply("a", 0, batch(stored(0, 2)), seq=0)

@@ -51,6 +51,7 @@ async def events(request: Request) -> Response:
         dp_rank=dp_rank,
         seq=fields.seq,
         lora=fields.lora or None,
+        digest=hash(body),
         incomplete=fields.incomplete,
     )
     if batch.ts is not None and not result.duplicate:

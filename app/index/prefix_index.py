@@ -12,10 +12,11 @@ Words. A slot is (source, context, tier, group). An engine hash E *names* prefix
 holds P while at least one of its names is for P. An entry is P with the slots that hold it and `last_seen`.
 
 Expiry. An entry is expired when ttl > 0 and now - last_seen >= ttl. An expired entry is gone, and with it every
-name of it: nothing that happens later can tell it from one that never was (speculative marks have deadlines of
-their own).
-The same holds for an entry that capacity evicted. Only counts may include what is not swept yet: blocks_by_tier and
-orphan_blocks what has expired (but nothing that was cleared), ContextInfo.prefixes and stats also what was cleared.
+name of it: nothing that happens later can tell it from one that never was (speculative marks have their own deadlines).
+The same holds for an entry that capacity evicted. (The native core falls short of this in one case, see
+native/prefix_index.hpp: a slot that names a prefix by two engine hashes, and an expiry that no sweep has met.)
+Only counts may include what is not swept yet: blocks_by_tier and orphan_blocks what has expired (but nothing that was
+cleared), ContextInfo.prefixes and stats also what was cleared.
 
 store(source, context, tier, group, engine_hashes, parent, token_ids, extra_keys)
   parent None: the first block is a root. Else the parent is looked up among the source's names in this context:
@@ -66,9 +67,9 @@ match(context, token_ids | prefix_hashes)
   Tokens past the last full block and extra keys past the last block are ignored; missing extra keys are none.
   Every block of the longest confirmed depth gets last_seen = now; no other.
 add_speculative(context, source, prefix_hashes, ttl)
-  Marks (source, context, P) until now + ttl (the later of old and new); a P that the source holds (in any slot of
-  the context) is skipped. ttl >= 1; gone when now >= deadline. Bounded by
-  `speculative_blocks_max` in all (marks past their deadline may count until swept): surplus is refused and counted.
+  Marks (source, context, P) until now + ttl (the later of old and new); a P that the source holds (in any slot of the
+  context) is skipped. ttl >= 1; gone when now >= deadline. Bounded by `speculative_blocks_max` in all (marks past their
+  deadline may count until swept): surplus is refused and counted.
   Returns the hashes that are now marked because of the call, new or prolonged.
 capacity
   A context never has more than `prefixes_per_context_max` entries: before an insertion that would exceed it, about

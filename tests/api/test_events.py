@@ -48,6 +48,20 @@ def test_batch_seen_before_changes_nothing(indexer: Indexer) -> None:
     assert indexer.picture() == before
 
 
+def test_other_batch_as_number_0_is_a_restarted_engine(indexer: Indexer) -> None:
+    indexer.events(stored([1], TOKENS[:4]), seq=0)
+    indexer.events(stored([2], TOKENS[4:8], parent=1), seq=1)
+    assert indexer.events(stored([1], TOKENS[:4]), seq=0).json()["duplicate"] is True  # the same once more
+    assert indexer.depths(TOKENS) == {"pod-a": 2}
+    fresh = stored([7], TOKENS[8:12])
+    assert indexer.events(fresh, seq=0).json()["duplicate"] is False
+    assert indexer.depths(TOKENS) == {}
+    assert indexer.depths(TOKENS[8:12]) == {"pod-a": 1}
+    assert indexer.events(fresh, seq=0).json()["duplicate"] is True
+    (rank,) = indexer.get("/v1/pods/pod-a").json()["ranks"]
+    assert (rank["state"], rank["restarts"], rank["last_seq"]) == ("live", 1, 0)
+
+
 def test_gap_degrades_the_source(indexer: Indexer) -> None:
     indexer.events(stored([1], TOKENS[:4]), seq=5)
     indexer.events(stored([2], TOKENS[4:8], parent=1), seq=7)

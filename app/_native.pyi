@@ -124,6 +124,9 @@ def json_hashes(data: Buffer) -> bytes:
 def json_unsigned(data: Buffer) -> bytes:
     """The text of an array of integers in 0..2^64-1, as uint64."""
 
+def msgpack_unsigned(data: Buffer) -> bytes:
+    """An array of integers in 0..2^64-1, as uint64."""
+
 def json_cut(data: Buffer, numbers_max: int, arrays_max: int) -> tuple[bytes, list[bytes]] | None:
     """What is left of a JSON text when its arrays of token ids and hashes are cut out, and their buffers.
 

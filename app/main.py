@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from app import __version__
 from app.api import document, events, match, operations, pods, prefixes, problems
 from app.api.observation import RequestObservation
+from app.api.short_way import ShortWay
 from app.api.wiring import Wiring, attach
 from app.config import Settings
 from app.errors import IndexerError, InvalidInput, InvalidSettings
@@ -67,9 +68,13 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         description=DESCRIPTION,
         lifespan=lambda _app: _lifespan(settings, service, ingest, metrics, readiness),
     )
-    attach(app, Wiring(settings, service, metrics, clock, readiness.missing))
+    wiring = Wiring(settings, service, metrics, clock, readiness.missing)
+    attach(app, wiring)
     for resource in (events, match, prefixes, pods, operations):
         app.include_router(resource.router)
+    # From the inside out. What must hold for every request (metrics; a check of keys, when there is one) stands
+    # outside of the short way, so that no request can go around it.
+    app.add_middleware(ShortWay, wiring=wiring)
     app.add_middleware(RequestObservation, metrics=metrics)
     problems.install(app)
     document.install(app)

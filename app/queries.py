@@ -180,7 +180,11 @@ class Queries:
         if size is not None:
             contexts = {size: contexts[size]} if size in contexts else {}
         unit = self._unit(query.model, size, contexts)
-        return unit, count * unit if query.token_ids is None else count, list(self._rows(query, contexts, unit))
+        return (
+            unit,
+            count * unit if query.token_ids is None else count,
+            list(self._rows(query, contexts, unit)),
+        )
 
     def _count(self, tokens: int, matched_blocks: int, matched_tokens: int) -> None:
         self.matches += 1
@@ -207,9 +211,7 @@ class Queries:
         sizes = [size for pod in pods for source in pod.sources.values() if (size := source.block_size)]
         return min(sizes, default=self._settings.block_size_default)
 
-    def _rows(
-        self, query: MatchQuery, contexts: Mapping[int, int], unit: int
-    ) -> Iterator[tuple[int, bytes]]:
+    def _rows(self, query: MatchQuery, contexts: Mapping[int, int], unit: int) -> Iterator[tuple[int, bytes]]:
         """The answer of each context that the query can be asked of, beside its block size."""
         now = self._now()
         for size, context in contexts.items():

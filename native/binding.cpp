@@ -368,6 +368,9 @@ void bind_wire(nb::module_& m) {
         nb::arg("data"));
   m.def("json_unsigned", &parse_numbers<wire::json_capacity, wire::parse_json_unsigned, sizeof(uint64_t)>,
         nb::arg("data"));
+  m.def("msgpack_unsigned",
+        &parse_numbers<wire::msgpack_capacity, wire::parse_msgpack_unsigned, sizeof(uint64_t)>,
+        nb::arg("data"));
   m.def("json_cut", &json_cut, nb::arg("data"), nb::arg("numbers_max"), nb::arg("arrays_max"));
   m.def("json_child_count", &json_child_count, nb::arg("data"), nb::arg("count_max"));
   m.def("msgpack_child_count", &msgpack_child_count, nb::arg("data"));

@@ -33,6 +33,14 @@ inline Parsed parse_json_unsigned(Span data, uint8_t* out) {
   });
 }
 
+inline Parsed parse_msgpack_unsigned(Span data, uint8_t* out) {
+  return parse_msgpack<uint64_t>(data, out, [](Cursor& cursor, uint64_t& number) {
+    const Integer read = read_integer(cursor);
+    number = read.bits;
+    return read.fault == Fault::kNone && read.negative ? Fault::kOutOfRange : read.fault;
+  });
+}
+
 struct Cut {
   std::string_view name;
   Parsed (*parse)(Span, uint8_t*);

@@ -18,7 +18,11 @@ from app.api.bodies import JSON, MSGPACK, OCTETS
 from app.api.problems import CONTENT_TYPE as PROBLEM
 
 _REFERENCE = "#/components/schemas/{model}"
-_OCTET_SCHEMA = {"type": "string", "format": "binary", "description": "Token ids as little-endian uint32."}
+_OCTET_SCHEMA = {
+    "type": "string",
+    "format": "binary",
+    "description": "Token ids as little-endian uint32, or with `hashes=true` prefix hashes as uint64.",
+}
 _PAYLOAD_SCHEMA = {"type": "string", "format": "binary", "description": "The payload frame of an engine."}
 
 

@@ -85,6 +85,12 @@ def place(location: Sequence[int | str]) -> str:
 
 
 async def _indexer_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, IndexerError)
+    return problem_of(error)
+
+
+def problem_of(error: IndexerError) -> JSONResponse:
+    """Raises `error` again when it is none that a sender can cause."""
     row = next((row for row in STATUSES if isinstance(error, row[0])), None)
     if row is None:
         raise error

@@ -44,9 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _add_commands() -> None:
     """Adds what needs the native core, which may not be there."""
     if importlib.util.find_spec("app._native") is None:
-        raise NativeCoreMissing(
-            "the native core is not built: run `pip install .` in the project's folder; it needs a C++20 compiler"
-        )
+        raise NativeCoreMissing
     from app.replay.command import replay
     from app.simulator.command import simulate
 

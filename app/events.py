@@ -6,7 +6,7 @@ carries 4,096 token ids, and building an object for each costs more than indexin
     block_hashes   uint64, one a block: the engine's own names (negative ones as two's complement,
                    byte digests by their last 8 bytes read big-endian, which is what vLLM's integer form is)
     token_ids      uint32, block_size a block
-    extra_keys     one canonical encoding a block (see app/index/hashing.py), b"" where a block has none
+    extra_keys     one canonical encoding a block (see app/extra_keys.py), b"" where a block has none
 
 No behaviour here, and no check: whoever builds these values (the codec) has checked them.
 """

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable
 from fastapi import FastAPI
 
 from app import __version__
-from app.api import document, events, match, operations, pods, prefixes, problems
+from app.api import document, events, match, operations, pages, pods, prefixes, problems
 from app.api.observation import RequestObservation
 from app.api.short_way import ShortWay
 from app.api.wiring import Wiring, attach
@@ -76,6 +76,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
     # outside of the short way, so that no request can go around it.
     app.add_middleware(ShortWay, wiring=wiring)
     app.add_middleware(RequestObservation, metrics=metrics)
+    pages.install(app)
     problems.install(app)
     document.install(app)
     return app

@@ -23,7 +23,7 @@ from app.registry import Registry
 from app.scoring import MatchRow, build_row, merge_depths, rank_rows
 
 
-class MatchQuery(msgspec.Struct, frozen=True, kw_only=True):
+class MatchQuery(msgspec.Struct, frozen=True):
     """Exactly one of `token_ids` (uint32, little-endian) and `prefix_hashes` (uint64, little-endian) is set.
 
     `extra_keys` are canonical encodings, one a block (fewer are padded with none).

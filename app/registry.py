@@ -9,7 +9,8 @@ An incomplete picture becomes complete when the source is reset (restart, deadli
 its cache and the source never spoke of another tier than the GPU's: a clear says nothing about offloaded
 blocks.
 
-Every change of state is one log line with its cause and its remedy; nothing else is logged here.
+Every change of state is one log line with its cause and its remedy, and so is another cause for being down;
+nothing else is logged here.
 Bounds: `pods_max` pods and `dp_ranks_max` ranks each; past them LimitExceeded, nothing changed.
 """
 
@@ -154,7 +155,9 @@ class Registry:
         """The source holds nothing from now on, and nothing is missing from that picture."""
         self._index.clear(source.index_id)
         source.last_seq = None
+        source.first_digest = None
         source.block_size = self.pods[source.pod].spec.block_size
+        source.chunk_sizes.clear()
         source.offloads = False
         self._change(source, cause, incomplete=False)
         self._publish(source)
@@ -176,13 +179,20 @@ class Registry:
     def _change(
         self, source: Source, cause: str, *, stream: SourceState | None = None, incomplete: bool | None = None
     ) -> None:
-        before = source.state
+        before, cause_before = source.state, source.cause
+        if stream is not None:
+            source.stream_cause = cause
+        if incomplete is not None:
+            source.loss_cause = cause if incomplete else ""
         source.stream = source.stream if stream is None else stream
         source.incomplete = source.incomplete if incomplete is None else incomplete
-        if source.state is before:
-            return
         self._publish(source)
-        source.down_since_s = self._clock() if source.state is SourceState.DOWN else None
+        if source.state is not before:
+            source.down_since_s = self._clock() if source.state is SourceState.DOWN else None
+        elif source.state is not SourceState.DOWN or source.cause == cause_before:
+            return
+        if source.state is SourceState.DEGRADED:
+            cause = source.cause  # not that the stream goes on, but what was lost before
         logger.log(
             logging.INFO if source.state in (SourceState.LIVE, SourceState.CATCHING_UP) else logging.WARNING,
             "source %s rank %d is %s (was %s): %s; remedy: %s",

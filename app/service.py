@@ -18,7 +18,7 @@ from typing import Any
 from app.batches import Batches, BatchResult
 from app.config import Settings
 from app.errors import InvalidInput
-from app.events import EventBatch, Tier
+from app.events import BlockRemoved, EventBatch, Tier
 from app.index.interface import Index, ticks
 from app.index.prefix_index import TICK_MS, IndexLimits
 from app.pods import Pod, PodSpec, SourceState
@@ -142,16 +142,18 @@ class IndexerService:
         dp_rank: int,
         seq: int | None,
         lora: str | None,
+        digest: int | None = None,
     ) -> BatchResult:
         """A batch that came by HTTP: registers the pod on first contact, deduplicates by `seq`.
 
         `lora` is the adapter of events that name none. The first `seq` of a source is taken as it is; one
-        that was seen changes nothing; one past the next says that batches were lost, and the source is
-        degraded. Raises, with nothing changed: InvalidInput for an unknown pod without a model and for
-        another model than the pod's; LimitExceeded; BatchRejected when events were sent and every one of them
-        is bad.
+        that was seen changes nothing, save 0 with another `digest` (any hash of what was sent) than before:
+        then the engine restarted, and what it held is forgotten first. One past the next says that batches
+        were lost, and the source is degraded. Raises, with nothing changed: InvalidInput for an unknown pod
+        without a model and for another model than the pod's; LimitExceeded; BatchRejected when events were
+        sent and every one of them is bad.
         """
-        return self._batches.post(pod, batch, model=model, dp_rank=dp_rank, seq=seq, lora=lora)
+        return self._batches.post(pod, batch, model=model, dp_rank=dp_rank, seq=seq, lora=lora, digest=digest)
 
     def apply(self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None) -> BatchResult:
         """The next batch of a stream whose order and completeness the caller vouches for.
@@ -160,8 +162,8 @@ class IndexerService:
         """
         return self._batches.apply(pod, dp_rank, batch, seq=seq)
 
-    def remove_everywhere(self, model: str, lora: str | None, engine_hashes: bytes) -> int:
-        """Removal without a source: one GPU copy of each block leaves every pod of the model that names it.
+    def remove_everywhere(self, model: str, lora: str | None, event: BlockRemoved) -> int:
+        """Removal without a source: one copy of each block leaves every pod of the model that names it.
 
         Pods that serve another adapter than `lora` only are left alone. Returns the copies removed. Only
         right where pods agree on their engine hashes. O(sources of the model).
@@ -172,7 +174,11 @@ class IndexerService:
                 continue
             for source in pod.sources.values():
                 copies = self._index.remove(
-                    source.index_id, tier=Tier.GPU, group=0, engine_hashes=engine_hashes, now=self._now()
+                    source.index_id,
+                    tier=event.tier,
+                    group=event.group,
+                    engine_hashes=event.block_hashes,
+                    now=self._now(),
                 ).removed_blocks
                 source.removed_blocks += copies
                 removed += copies

@@ -24,8 +24,7 @@ from typing import Any
 
 import msgspec
 
-from app import _native
-from app.index.prefix_index import context_seed
+from app import hashing
 from benchmarks import prompts
 from benchmarks.dynamo_peer import measure_peer
 from benchmarks.measure import print_line, print_machine
@@ -129,8 +128,7 @@ Kind = tuple[str, str, str, list[bytes]]  # name, path with query, Content-Type,
 def _queries(chains: list[int]) -> Iterable[Kind]:
     tokens = [prompts.token_ids(chain) for chain in chains]
     packed = [prompts.packed(one) for one in tokens]
-    seed = context_seed("m", None, prompts.BLOCK_SIZE)
-    hashes = [_native.prefix_hashes(seed, prompts.BLOCK_SIZE, one, None) for one in packed]
+    hashes = [hashing.prefix_hashes("m", None, prompts.BLOCK_SIZE, one, None) for one in packed]
     bodies = [_json(model="m", token_ids=one) for one in tokens]
     yield "match tokens, JSON", "/v1/match", JSON, bodies
     yield "  the same on the long way", "/v1/match", JSON_LONG_WAY, bodies

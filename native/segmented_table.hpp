@@ -178,6 +178,34 @@ class SegmentedTable {
     return visits;
   }
 
+  // Visits entries with key >= cursor in key order until `visit(entry)` says that it has had enough; equal
+  // keys are never parted. Returns true at the end of the table; else `cursor` becomes the place to go on
+  // from. An entry that stays in the table from the first call to the last is visited once, whatever comes
+  // and goes.
+  template <class Visit>
+  bool walk(uint64_t& cursor, Visit visit) const {
+    bool enough = false;
+    uint64_t last_key = 0;
+    while (true) {
+      const Segment& segment = segments_[segment_of(cursor)];
+      if (segment.size != 0) {
+        const Entry* const end = segment.slots() + segment.places;
+        for (const Entry* at = segment.slots() + segment.home(cursor); at < end; ++at) {
+          if (at->empty() || at->key < cursor) continue;
+          if (enough && at->key != last_key) {
+            cursor = at->key;
+            return false;
+          }
+          last_key = at->key;
+          enough = !visit(*at) || enough;
+        }
+      }
+      cursor = segment.first_key_behind(cursor);
+      if (cursor == 0) return true;
+      if (enough) return false;
+    }
+  }
+
   // Gives back the memory of at most `segments_max` segments after `drop(entry)` for each of their entries.
   // Returns true when nothing is left. For a table that is not used any more.
   template <class Drop>

@@ -72,7 +72,7 @@ def _from_json(wiring: Wiring, body: bytes) -> bytes | None:
         block_size=known_block_size(wiring.service, said.pod, said.dp_rank),
     )
     result = apply_batch(
-        wiring, batch, pod=said.pod, model=said.model, dp_rank=said.dp_rank, seq=said.seq, lora=said.lora
+        wiring, batch, body, pod=said.pod, model=said.model, dp_rank=said.dp_rank, seq=said.seq, lora=said.lora
     )
     return msgspec.json.encode(result)
 
@@ -92,7 +92,7 @@ def _from_payload(wiring: Wiring, query_string: bytes, body: bytes) -> bytes | N
     if len(batch.events) + len(batch.rejected) + batch.ignored > wiring.settings.events_max:
         return None
     return msgspec.json.encode(
-        apply_batch(wiring, batch, pod=pod, model=model, dp_rank=dp_rank, seq=seq, lora=lora)
+        apply_batch(wiring, batch, body, pod=pod, model=model, dp_rank=dp_rank, seq=seq, lora=lora)
     )
 
 

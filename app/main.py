@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app import __version__
 from app.api import document, events, match, operations, pages, pods, prefixes, problems
@@ -42,6 +43,18 @@ logger = logging.getLogger(__name__)
 DESCRIPTION = "Which pod already holds the KV cache of the longest leading part of a prompt?"
 
 
+class Application(FastAPI):
+    """FastAPI behind `front`: the framework's own layers cost more than a match, so they are not before it."""
+
+    front: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.front(scope, receive, send)
+
+    async def framework(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().__call__(scope, receive, send)
+
+
 def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> FastAPI:
     """Raises InvalidSettings for configured pods that cannot be."""
     specs = _configured_pods(settings)
@@ -62,7 +75,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         except IndexerError as error:
             raise InvalidSettings(f"pod {spec.name!r}: {error}") from error
     readiness = Readiness(service, specs, clock=clock, grace_s=settings.ready_grace_s)
-    app = FastAPI(
+    app = Application(
         title="kvindexer",
         version=__version__,
         description=DESCRIPTION,
@@ -74,8 +87,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         app.include_router(resource.router)
     # From the inside out. What must hold for every request (metrics; a check of keys, when there is one) stands
     # outside of the short way, so that no request can go around it.
-    app.add_middleware(ShortWay, wiring=wiring)
-    app.add_middleware(RequestObservation, metrics=metrics)
+    app.front = RequestObservation(ShortWay(app.framework, wiring=wiring), metrics=metrics)
     pages.install(app)
     problems.install(app)
     document.install(app)

@@ -14,6 +14,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -31,6 +32,7 @@ struct AnswerSource {
   uint32_t block_size = 0;  // 0: not known yet
   std::string state;
   double heard_at_s = 0;  // NaN: never
+  uint32_t place = 0;     // among all sources by name and rank; the book's own
 };
 
 class AnswerBook {
@@ -40,115 +42,155 @@ class AnswerBook {
     uint64_t tokens = 0;
   };
 
-  void put(uint32_t source, AnswerSource said) { sources_[source] = std::move(said); }
+  void put(uint32_t source, AnswerSource said) {
+    AnswerSource& known = sources_[source];
+    in_order_ = in_order_ && known.name == said.name && known.dp_rank == said.dp_rank;
+    said.place = known.place;
+    known = std::move(said);
+  }
+
   void drop(uint32_t source) { sources_.erase(source); }
 
-  void begin() { ranked_.clear(); }
+  void begin() {
+    rows_.clear();
+    contexts_ = 0;
+    if (!in_order_) order_sources();
+  }
+
+  void begin_context() { ++contexts_; }
 
   // A row of a context of `block_size` tokens a block. False when the source is not in the book.
   bool add(const Row& row, uint32_t block_size) {
     const auto found = sources_.find(row.source);
     if (found == sources_.end()) return false;
-    Reach reach{row.source, &found->second, {}};
+    Reach reach{&found->second, {}, {}, row.source};
     for (size_t i = 0; i < reach.tokens.size(); ++i) reach.tokens[i] = uint64_t{row.depths[i]} * block_size;
-    ranked_.push_back(reach);
+    rows_.push_back(reach);
     return true;
   }
 
-  // Appends the rows that were added since `begin`, best first, separated by commas.
-  Deepest render(uint32_t unit, uint64_t tokens, double now_s, std::string& out) {
-    merge();
-    std::sort(ranked_.begin(), ranked_.end(), [unit](const Reach& one, const Reach& other) {
-      return order_of(one, unit) < order_of(other, unit);
-    });
-    for (size_t i = 0; i < ranked_.size(); ++i) {
-      if (i != 0) out += ',';
-      render_row(ranked_[i], unit, tokens, now_s, out);
+  // The rows that were added since `begin`, best first, separated by commas. `unit` is in tokens.
+  Deepest render(uint64_t unit, uint64_t tokens, double now_s, std::string& out) {
+    if (contexts_ > 1) merge();
+    rank(unit);
+    const Reach* before = nullptr;
+    std::string_view same;  // of the row before: everything between its opening and its state
+    size_t at = out.size();
+    for (const Reach& row : rows_) {
+      const AnswerSource& said = *row.said;
+      out.resize(at + said.opening.size() + kRowBytesMax);
+      char* to = out.data() + at;
+      if (before != nullptr) *to++ = ',';
+      to = put_text(to, said.opening);
+      if (before != nullptr && before->tokens == row.tokens && before->said->block_size == said.block_size) {
+        same = std::string_view(out.data() + same_at_, same.size());
+        to = put_text(to, same);
+      } else {
+        char* const start = to;
+        to = put_depths(to, row, unit, tokens);
+        same_at_ = static_cast<size_t>(start - out.data());
+        same = std::string_view(start, static_cast<size_t>(to - start));
+      }
+      to = put_text(put_text(to, ",\"state\":\""), said.state);
+      to = put_text(to, "\",\"last_event_age_s\":");
+      to = std::isnan(said.heard_at_s) ? put_text(to, "null") : put_real(to, now_s - said.heard_at_s);
+      to = put_text(to, ",\"hints\":null}");
+      at = static_cast<size_t>(to - out.data());
+      before = &row;
     }
-    if (ranked_.empty()) return {};
-    return {ranked_[0].tokens[kTiers - 1] / unit, ranked_[0].tokens[kTiers - 1]};
+    out.resize(at);
+    if (rows_.empty()) return {};
+    return {rows_[0].tokens[kTiers - 1] / unit, rows_[0].tokens[kTiers - 1]};
   }
 
  private:
+  // Text of a row beside its opening: names 230 bytes, eight integers of 20, two reals of 24, a state.
+  static constexpr size_t kRowBytesMax = 512;
+
   struct Reach {
-    uint32_t source;
     const AnswerSource* said;
     std::array<uint64_t, kTiers + 1> tokens;  // tiers 0..t, then speculative
+    std::array<uint64_t, kTiers + 1> order;   // what rows are ranked by, most first
+    uint32_t source;
   };
 
-  // Most tokens first, then most announced, then most on the fastest tiers, then by name and rank.
-  using Order =
-      std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, std::string_view, uint32_t>;
-
-  static Order order_of(const Reach& reach, uint64_t unit) {
-    const auto& t = reach.tokens;
-    return {~t[3],          ~(t[4] / unit), ~(t[0] / unit),   ~(t[1] / unit),
-            ~(t[2] / unit), ~(t[3] / unit), reach.said->name, reach.said->dp_rank};
+  // By name and rank, which settles ties: made anew when a source came, not for every answer.
+  void order_sources() {
+    std::vector<AnswerSource*> all;
+    for (auto& [source, said] : sources_) all.push_back(&said);
+    std::sort(all.begin(), all.end(), [](const AnswerSource* one, const AnswerSource* other) {
+      return std::tie(one->name, one->dp_rank) < std::tie(other->name, other->dp_rank);
+    });
+    for (size_t i = 0; i < all.size(); ++i) all[i]->place = static_cast<uint32_t>(i);
+    in_order_ = true;
   }
 
   // Rows of one source in several contexts become one.
   void merge() {
-    std::sort(ranked_.begin(), ranked_.end(),
+    std::sort(rows_.begin(), rows_.end(),
               [](const Reach& one, const Reach& other) { return one.source < other.source; });
     size_t kept = 0;
-    for (size_t i = 0; i < ranked_.size(); ++i) {
-      if (kept != 0 && ranked_[kept - 1].source == ranked_[i].source) {
-        for (size_t level = 0; level < ranked_[i].tokens.size(); ++level)
-          ranked_[kept - 1].tokens[level] =
-              std::max(ranked_[kept - 1].tokens[level], ranked_[i].tokens[level]);
+    for (const Reach& row : rows_) {
+      if (kept != 0 && rows_[kept - 1].source == row.source) {
+        for (size_t level = 0; level < row.tokens.size(); ++level)
+          rows_[kept - 1].tokens[level] = std::max(rows_[kept - 1].tokens[level], row.tokens[level]);
       } else {
-        ranked_[kept++] = ranked_[i];
+        rows_[kept++] = row;
       }
     }
-    ranked_.resize(kept);
+    rows_.resize(kept);
   }
 
-  static void append(std::string& out, std::string_view name, uint64_t value) {
-    out += name;
-    std::array<char, 20> digits;
-    const auto written = std::to_chars(digits.data(), digits.data() + digits.size(), value);
-    out.append(digits.data(), written.ptr);
+  // Most tokens first, then most announced, then most on the fastest tiers, then by name and rank.
+  void rank(uint64_t unit) {
+    for (Reach& row : rows_) {
+      const auto& t = row.tokens;
+      row.order = {t[3], t[4] / unit, t[0] / unit, t[1] / unit, t[2] / unit};
+    }
+    std::sort(rows_.begin(), rows_.end(), [](const Reach& one, const Reach& other) {
+      return one.order != other.order ? one.order > other.order : one.said->place < other.said->place;
+    });
   }
+
+  static char* put_text(char* to, std::string_view text) {
+    std::memcpy(to, text.data(), text.size());
+    return to + text.size();
+  }
+
+  static char* put_number(char* to, uint64_t value) { return std::to_chars(to, to + 20, value).ptr; }
 
   // Always with a point or an exponent: a reader must not take it for an integer.
-  static void append(std::string& out, std::string_view name, double value) {
-    out += name;
-    std::array<char, 32> digits;
-    const auto written = std::to_chars(digits.data(), digits.data() + digits.size(), value);
-    const std::string_view text(digits.data(), static_cast<size_t>(written.ptr - digits.data()));
-    out += text;
-    if (text.find_first_of(".e") == std::string_view::npos) out += ".0";
+  static char* put_real(char* to, double value) {
+    char* const end = std::to_chars(to, to + 32, value).ptr;
+    for (const char* at = to; at != end; ++at)
+      if (*at == '.' || *at == 'e') return end;
+    return put_text(end, ".0");
   }
 
-  static void render_row(const Reach& reach, uint64_t unit, uint64_t tokens, double now_s, std::string& out) {
-    const AnswerSource& said = *reach.said;
-    const uint64_t matched_tokens = reach.tokens[kTiers - 1];
+  static char* put_depths(char* to, const Reach& row, uint64_t unit, uint64_t tokens) {
+    const uint64_t matched_tokens = row.tokens[kTiers - 1];
     const uint64_t matched_blocks = matched_tokens / unit;
     const uint64_t blocks = tokens / unit;
-    const uint64_t own = said.block_size != 0 ? said.block_size : unit;
+    const uint64_t own = row.said->block_size != 0 ? row.said->block_size : unit;
     const uint64_t usable = tokens == 0 ? 0 : (tokens - 1) / own;
-    out += said.opening;
-    append(out, "\"matched_blocks\":", matched_blocks);
-    append(out, ",\"matched_tokens\":", matched_tokens);
-    append(out, ",\"reusable_tokens\":", own * std::min(matched_tokens / own, usable));
-    append(out, ",\"percent\":",
-           blocks == 0 ? 0.0 : static_cast<double>(100 * matched_blocks) / static_cast<double>(blocks));
-    append(out, ",\"tiers\":{\"gpu\":", reach.tokens[0] / unit);
-    append(out, ",\"cpu\":", reach.tokens[1] / unit);
-    append(out, ",\"disk\":", reach.tokens[2] / unit);
-    append(out, ",\"external\":", reach.tokens[3] / unit);
-    append(out, "},\"speculative_blocks\":", reach.tokens[kTiers] / unit);
-    out += ",\"state\":\"";
-    out += said.state;
-    if (std::isnan(said.heard_at_s))
-      out += "\",\"last_event_age_s\":null";
-    else
-      append(out, "\",\"last_event_age_s\":", now_s - said.heard_at_s);
-    out += ",\"hints\":null}";
+    const double percent =
+        blocks == 0 ? 0.0 : static_cast<double>(100 * matched_blocks) / static_cast<double>(blocks);
+    to = put_number(put_text(to, "\"matched_blocks\":"), matched_blocks);
+    to = put_number(put_text(to, ",\"matched_tokens\":"), matched_tokens);
+    to = put_number(put_text(to, ",\"reusable_tokens\":"), own * std::min(matched_tokens / own, usable));
+    to = put_real(put_text(to, ",\"percent\":"), percent);
+    to = put_number(put_text(to, ",\"tiers\":{\"gpu\":"), row.tokens[0] / unit);
+    to = put_number(put_text(to, ",\"cpu\":"), row.tokens[1] / unit);
+    to = put_number(put_text(to, ",\"disk\":"), row.tokens[2] / unit);
+    to = put_number(put_text(to, ",\"external\":"), row.tokens[3] / unit);
+    return put_number(put_text(to, "},\"speculative_blocks\":"), row.tokens[kTiers] / unit);
   }
 
   std::unordered_map<uint32_t, AnswerSource> sources_;
-  std::vector<Reach> ranked_;
+  bool in_order_ = true;
+  std::vector<Reach> rows_;
+  size_t contexts_ = 0;
+  size_t same_at_ = 0;
 };
 
 }  // namespace kvindexer

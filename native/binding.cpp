@@ -187,19 +187,17 @@ std::tuple<nb::bytes, uint64_t, uint64_t> render_answer(AnswerBook& self, const 
                                                         uint32_t unit, uint64_t tokens, double now_s,
                                                         const std::optional<nb::set>& ids) {
   self.begin();
-  size_t count = 0;
   for (const nb::handle answer : answers) {
     const auto [block_size, packed] = nb::cast<std::pair<uint32_t, nb::bytes>>(answer);
+    self.begin_context();
     for (size_t at = 0; at + sizeof(Row) <= packed.size(); at += sizeof(Row)) {
       Row row;
       std::memcpy(&row, data_of(packed) + at, sizeof(Row));
       if (ids && !ids->contains(nb::int_(row.source))) continue;
       if (!self.add(row, block_size)) throw std::out_of_range("a row of a source that is not in the book");
-      ++count;
     }
   }
   std::string out;
-  out.reserve(head.size() + tail.size() + count * 320);
   out.append(static_cast<const char*>(head.data()), head.size());
   const AnswerBook::Deepest deepest = self.render(unit, tokens, now_s, out);
   out.append(static_cast<const char*>(tail.data()), tail.size());
@@ -213,7 +211,7 @@ void bind_answers(nb::module_& m) {
            [](AnswerBook& self, uint32_t source, const std::string& name, const nb::bytes& opening,
               uint32_t dp_rank, uint32_t block_size, const std::string& state, double heard_at_s) {
              self.put(source, {name, std::string(opening.c_str(), opening.size()), dp_rank, block_size, state,
-                               heard_at_s});
+                               heard_at_s, 0});
            })
       .def("drop", &AnswerBook::drop)
       .def("render", &render_answer, "head"_a, "tail"_a, "answers"_a, "unit"_a, "tokens"_a, "now_s"_a,

@@ -133,6 +133,10 @@ async def _sender_left(_request: Request, _error: Exception) -> Response:
 
 
 async def _our_fault(_request: Request, _error: Exception) -> JSONResponse:
+    return fault_of_ours()
+
+
+def fault_of_ours() -> JSONResponse:
     detail = "a fault of the indexer; its log says which"
     return problem(500, "internal", detail, faults=[("", detail)])
 

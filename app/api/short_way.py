@@ -20,7 +20,7 @@ from typing import NamedTuple
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api import bodies, short_events, short_match
-from app.api.problems import problem_of
+from app.api.problems import fault_of_ours, problem_of
 from app.api.wiring import Wiring
 from app.errors import IndexerError
 
@@ -72,6 +72,11 @@ class ShortWay:
                 scope["route"] = route
                 await problem_of(error)(scope, receive, send)
                 return
+            except Exception:
+                # A batch may be applied in part: no second try on the long way, which would say the same.
+                scope["route"] = route
+                await fault_of_ours()(scope, receive, send)
+                raise
             if content is not None:
                 scope["route"] = route
                 await _send(send, content)

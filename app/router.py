@@ -21,6 +21,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
+import msgspec
+
 from app.config import Settings
 from app.errors import NoCandidate
 from app.pods import Pod, SourceState
@@ -76,7 +78,7 @@ class Router:
     ) -> RouteResult:
         """Raises NoCandidate; InvalidInput and LimitExceeded as match and add_speculative do."""
         # Every row is needed, and the hashes where they are announced: filters are for what is shown.
-        asked = dataclasses.replace(
+        asked = msgspec.structs.replace(
             query, min_blocks=0, top_k=None, include_hashes=query.include_hashes or reserve
         )
         match = self._service.match(asked)

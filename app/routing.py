@@ -25,8 +25,9 @@ what every pod holds is worth nothing in comparison, as it should be.
 Why LOAD_WEIGHT is as low as 1/8: work in flight is soon over, while a prefix computed once more pushes
 another one out of a cache, for all requests to come. On that traffic 1/8 hits 32.4 to 32.9 % (loads one second
 old, or own choices alone) with the busiest pod at 1.06 times the mean; 1/2 hits 29.1 to 31.5 %, 1 hits 26.0 to
-29.6 %; one cache as large as all of them would hit 33.2 % (benchmarks/routing_policies.py). Cost arithmetic is the idea of NVIDIA Dynamo's KV router; TIER_CREDIT follows
-from the rates of prefill (some 10k tokens/s), of PCIe and of NVMe for KV of about 128 KiB a token.
+29.6 %; one cache as large as all of them would hit 33.2 % (benchmarks/routing_policies.py).
+Cost arithmetic is the idea of NVIDIA Dynamo's KV router; TIER_CREDIT follows from the rates of prefill (some
+10k tokens/s), of PCIe and of NVMe for KV of about 128 KiB a token.
 """
 
 from __future__ import annotations

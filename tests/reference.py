@@ -23,6 +23,7 @@ from app.index.prefix_index import (
     Depths,
     IndexLimits,
     IndexStats,
+    NameRun,
     RemoveResult,
     StoreResult,
     SweepResult,
@@ -101,6 +102,9 @@ class ReferenceIndex:
     def find_contexts(self, model: str, lora: str | None) -> list[ContextInfo]:
         return [info for info in self.contexts() if (info.model, info.lora) == (model, lora or None)]
 
+    def context_ids(self, model: str, lora: str | None) -> dict[int, int]:
+        return {info.block_size: info.id for info in self.find_contexts(model, lora)}
+
     def contexts(self) -> list[ContextInfo]:
         by_age = sorted(self._contexts.values(), key=lambda context: context.id)
         return [ContextInfo(c.id, c.model, c.lora, c.block_size, len(c.last_seen)) for c in by_age]
@@ -170,6 +174,33 @@ class ReferenceIndex:
                 unknown += 1
         return StoreResult(stored, 0, unknown)
 
+    def store_prefixes(
+        self,
+        source: int,
+        context: int,
+        *,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        prefix_hashes: bytes,
+        copies: bytes | None,
+        now: int,
+        count_copies: bool = True,
+    ) -> StoreResult:
+        self._advance(now)
+        names, prefixes = _uint64s(engine_hashes, "block_hashes"), _uint64s(prefix_hashes, "prefix_hashes")
+        counts = [1] * len(names) if copies is None else _uint64s(copies, "copies")
+        if not len(names) == len(prefixes) == len(counts) or 0 in counts:
+            raise InvalidInput("engine_hashes, prefix_hashes and copies do not go together")
+        slot = self._slot(source, tier, group, self._use(context))
+        stored = 0
+        for engine_hash, prefix, count in zip(names, prefixes, counts, strict=True):
+            self._hold(slot, engine_hash, prefix, count_copies=False)
+            self._names[slot][engine_hash].copies = count
+            waiting = self._take_waiting(slot, engine_hash)
+            stored += 1 + sum(self._chain(orphan, prefix, count_copies) for orphan in waiting)
+        return StoreResult(stored, 0, 0)
+
     def remove(self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int) -> RemoveResult:
         self._advance(now)
         removed = unknown = 0
@@ -222,6 +253,14 @@ class ReferenceIndex:
 
     def match_hashes(self, context: int, prefix_hashes: bytes, now: int) -> list[Depths]:
         return self._match(context, _uint64s(prefix_hashes, "prefix_hashes"), now)
+
+    def match_tokens_packed(
+        self, context: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None, now: int
+    ) -> bytes:
+        return _packed(self.match_tokens(context, token_ids, extra_keys, now))
+
+    def match_hashes_packed(self, context: int, prefix_hashes: bytes, now: int) -> bytes:
+        return _packed(self.match_hashes(context, prefix_hashes, now))
 
     def _match(self, context: int, prefixes: list[int], now: int) -> list[Depths]:
         self._advance(now)
@@ -279,6 +318,27 @@ class ReferenceIndex:
     def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]:
         self._advance(now)
         return sorted(slot[:3] for slot in self._slots_of(context, prefix_hash))
+
+    def names(self, cursor: int, names_max: int, now: int) -> tuple[list[NameRun], int | None]:
+        """The order is that of E itself; a slice ends behind the E with its `names_max`-th name."""
+        self._advance(now)
+        rows = sorted(
+            (engine_hash, slot, name.prefix, name.copies)
+            for slot, names in self._names.items()
+            for engine_hash, name in names.items()
+            if engine_hash >= cursor
+        )
+        end = next((i for i in range(names_max, len(rows)) if rows[i][0] != rows[i - 1][0]), None)
+        by_slot: dict[Slot, list[tuple[int, int, int]]] = {}
+        for engine_hash, slot, prefix, copies in rows[:end]:
+            by_slot.setdefault(slot, []).append((engine_hash, prefix, copies))
+        runs = [
+            NameRun(
+                s, c, t, g, *(struct.pack(f"<{len(column)}Q", *column) for column in zip(*named, strict=True))
+            )
+            for (s, t, g, c), named in by_slot.items()
+        ]
+        return runs, None if end is None else rows[end][0]
 
     def prefixes(self, context: int) -> set[int]:
         """All entries of a context; for tests."""
@@ -364,15 +424,19 @@ class ReferenceIndex:
                 restating = restating and name is not None and name.prefix == prefix
                 self._hold(run.slot, block.engine_hash, prefix, count_copies and not restating)
                 stored += 1
-            waiting = [
-                orphan
-                for orphan in self._orphans
-                if (orphan.slot[0], orphan.slot[3], orphan.parent)
-                == (run.slot[0], run.slot[3], block.engine_hash)
-            ]
-            self._orphans = [orphan for orphan in self._orphans if orphan not in waiting]
+            waiting = self._take_waiting(run.slot, block.engine_hash)
             work += [(orphan, iter(orphan.blocks), prefix) for orphan in reversed(waiting)]
         return stored
+
+    def _take_waiting(self, slot: Slot, engine_hash: int) -> list[_Run]:
+        """The orphans that wait for this block of the source, oldest first; they do not wait any more."""
+        waiting = [
+            orphan
+            for orphan in self._orphans
+            if (orphan.slot[0], orphan.slot[3], orphan.parent) == (slot[0], slot[3], engine_hash)
+        ]
+        self._orphans = [orphan for orphan in self._orphans if orphan not in waiting]
+        return waiting
 
     def _hold(self, slot: Slot, engine_hash: int, prefix: int, count_copies: bool) -> None:
         source, _, _, context = slot
@@ -491,3 +555,7 @@ def _hash_chain(context: _Context, token_ids: bytes, extra_keys: Iterable[bytes]
     for content, key in zip(tokens, keys, strict=False):
         chain.append(xxhash.xxh64_intdigest(content + key, seed=chain[-1]))
     return chain[1:]
+
+
+def _packed(rows: list[Depths]) -> bytes:
+    return b"".join(struct.pack("<6I", row.source, *row.tiers, row.speculative) for row in rows)

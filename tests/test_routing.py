@@ -74,8 +74,8 @@ def test_nothing_held_is_everything_to_compute() -> None:
 
 def test_each_tier_is_worth_less_than_the_one_above() -> None:
     found = [
-        uncached_tokens(held(1_600, **{tier: 50}), tokens=1_600, block_size=UNIT)
-        for tier in ("gpu", "cpu", "disk", "external")
+        uncached_tokens(row, tokens=1_600, block_size=UNIT)
+        for row in (held(1_600, gpu=50), held(1_600, cpu=50), held(1_600, disk=50), held(1_600, external=50))
     ]
     assert found == sorted(found)
     assert len(set(found)) == 4

@@ -6,6 +6,7 @@ Meaning and errors of every call are in the contract at the top of app/index/pre
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 from app.index.prefix_index import (
@@ -13,6 +14,7 @@ from app.index.prefix_index import (
     ContextInfo,
     Depths,
     IndexStats,
+    NameRun,
     RemoveResult,
     StoreResult,
     SweepResult,
@@ -47,6 +49,19 @@ class Index(Protocol):
     def place(
         self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int, count_copies: bool = True
     ) -> StoreResult: ...
+    def store_prefixes(
+        self,
+        source: int,
+        context: int,
+        *,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        prefix_hashes: bytes,
+        copies: bytes | None,
+        now: int,
+        count_copies: bool = True,
+    ) -> StoreResult: ...
     def remove(
         self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int
     ) -> RemoveResult: ...
@@ -55,6 +70,11 @@ class Index(Protocol):
         self, context: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None, now: int
     ) -> list[Depths]: ...
     def match_hashes(self, context: int, prefix_hashes: bytes, now: int) -> list[Depths]: ...
+    def match_tokens_packed(
+        self, context: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None, now: int
+    ) -> bytes: ...
+    def match_hashes_packed(self, context: int, prefix_hashes: bytes, now: int) -> bytes: ...
+    def context_ids(self, model: str, lora: str | None) -> Mapping[int, int]: ...
     def prefix_hashes(
         self,
         model: str,
@@ -66,6 +86,8 @@ class Index(Protocol):
     def add_speculative(
         self, context: int, source: int, prefix_hashes: bytes, ttl_ticks: int, now: int
     ) -> int: ...
+    def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]: ...
+    def names(self, cursor: int, names_max: int, now: int) -> tuple[list[NameRun], int | None]: ...
     def blocks_by_tier(self, source: int) -> tuple[int, int, int, int]: ...
     def orphan_blocks(self, source: int) -> int: ...
     def orphan_drops(self) -> list[tuple[int, int]]: ...

@@ -108,9 +108,9 @@ def test_nobody(filled: Indexer, fields: dict[str, Any]) -> None:
     ("fields", "field"),
     [
         ({"policy": "random"}, "policy"),
-        ({"loads": {"pod-a": {"running": -1}}}, "loads.pod-a.running"),
-        ({"loads": {"pod-a": {"kv_usage": 1.5}}}, "loads.pod-a.kv_usage"),
-        ({"loads": {"pod-a": {"speed": 1}}}, "loads.pod-a.speed"),
+        ({"loads": {"pod-a": {"running": -1}}}, "loads[...].running"),
+        ({"loads": {"pod-a": {"kv_usage": 1.5}}}, "loads[...].kv_usage"),
+        ({"loads": {"pod-a": {"speed": 1}}}, "loads[...]"),
         ({"loads": [1]}, "loads"),
         ({"reserve": "yes"}, "reserve"),
         ({"ttl_s": 0}, "ttl_s"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 @pytest.fixture
-def talking(make_indexer: Callable[..., Indexer], folder: Path, tokenizer: Tokenizer) -> Iterator[Indexer]:
+def talking(make_indexer: Callable[..., Indexer], folder: Path, tokenizer: Tokenizer) -> Indexer:
     """pod-t holds the text, pod-c the chat, each but for what does not fill a block."""
     indexer = make_indexer(tokenizers=f"m={folder}")
     hold(indexer, "pod-t", tokenizer.encode(PROMPT).ids)

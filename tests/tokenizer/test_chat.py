@@ -62,7 +62,9 @@ def test_arguments_of_tool_calls_become_objects() -> None:
 
 def test_tools_have_their_fields_in_one_order() -> None:
     tool = {"function": {"parameters": {"b": 1, "a": 2}, "strict": True, "name": "f"}}
-    (made,) = template_tools([tool]) or ()
+    found = template_tools([tool])
+    assert found is not None
+    (made,) = found
     assert list(made) == ["type", "function"]
     assert list(made["function"].items()) == [
         ("name", "f"),

@@ -34,7 +34,7 @@ def worker(tokenizer: Tokenizer) -> Worker:
 
 
 def ask(worker: Worker, folder: Path | str, tokens_max: int = 1_000, **prompt: Any) -> Answer:
-    raw = {
+    raw: dict[str, Any] = {
         name: json.dumps(value).encode()
         if name in ("text", "messages", "tools", "template_arguments")
         else value
@@ -72,7 +72,11 @@ def test_chat_is_the_template_without_special_tokens(
 
 def test_last_message_is_continued(worker: Worker, folder: Path, tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "well then"}]
-    asked = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
+    asked: dict[str, Any] = {
+        "messages": messages,
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+    }
     expected = tokenizer.encode("<turn>user hi</s><turn>assistant well then", add_special_tokens=False).ids
     assert ids(ask(worker, folder, **asked)) == expected
 

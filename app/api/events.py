@@ -56,6 +56,7 @@ async def events(request: Request) -> Response:
         seq=fields.seq,
         lora=fields.lora or None,
         digest=hash(body),
+        incomplete=fields.incomplete,
     )
     if batch.ts is not None and not result.duplicate:
         wiring.metrics.observe_lag(time.time() - batch.ts)

@@ -18,7 +18,17 @@ from collections.abc import AsyncIterator, Callable
 from fastapi import FastAPI
 
 from app import __version__
-from app.api import document, events, match, operations, pods, prefixes, problems
+from app.api import (
+    compatibility,
+    compatible_queries,
+    document,
+    events,
+    match,
+    operations,
+    pods,
+    prefixes,
+    problems,
+)
 from app.api.observation import RequestObservation
 from app.api.wiring import Wiring, attach
 from app.config import Settings
@@ -68,7 +78,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         lifespan=lambda _app: _lifespan(settings, service, ingest, metrics, readiness),
     )
     attach(app, Wiring(settings, service, metrics, clock, readiness.missing))
-    for resource in (events, match, prefixes, pods, operations):
+    for resource in (events, match, prefixes, pods, operations, compatibility, compatible_queries):
         app.include_router(resource.router)
     app.add_middleware(RequestObservation, metrics=metrics)
     problems.install(app)

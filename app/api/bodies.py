@@ -38,6 +38,7 @@ _MSGPACK_NAMES = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.m
 _FIELDS_MAX = 64
 _NULL = {JSON: b"null", MSGPACK: b"\xc0"}
 _TOKEN_PARSERS = {JSON: _native.json_token_ids, MSGPACK: _native.msgpack_token_ids}
+_HASH_PARSERS = {JSON: _native.json_hashes, MSGPACK: _native.msgpack_hashes}
 
 Fields = dict[str, msgspec.Raw]
 Model = TypeVar("Model", bound=BaseModel)
@@ -136,18 +137,31 @@ def _validated(model: type[Model], values: Mapping[str, Any], *, strict: bool) -
 # -- arrays
 
 
-def token_ids(fields: Fields, notation: str, tokens_max: int) -> bytes | None:
+def token_ids(fields: Fields, notation: str, tokens_max: int, *, name: str = "token_ids") -> bytes | None:
     """`token_ids` as uint32, little-endian; None when absent or null. No object a token is made."""
-    raw = fields.get("token_ids")
+    buffer = _parsed(fields, notation, name, _TOKEN_PARSERS[notation])
+    if buffer is not None:
+        _check_count(name, len(buffer) // 4, tokens_max)
+    return buffer
+
+
+def signed_hashes(fields: Fields, notation: str, hashes_max: int, *, name: str) -> bytes | None:
+    """Hashes as uint64, little-endian, negative ones as two's complement; None when absent or null."""
+    buffer = _parsed(fields, notation, name, _HASH_PARSERS[notation])
+    if buffer is not None:
+        _check_count(name, len(buffer) // 8, hashes_max)
+    return buffer
+
+
+def _parsed(fields: Fields, notation: str, name: str, parse: Callable[[msgspec.Raw], bytes]) -> bytes | None:
+    raw = fields.get(name)
     if raw is None or memoryview(raw) == _NULL[notation]:
         return None
     try:
-        buffer = _TOKEN_PARSERS[notation](raw)
+        return parse(raw)
     except _native.WireError as error:
-        field = f"token_ids[{error.index}]" if str(error).startswith("element") else "token_ids"
-        raise InvalidInput(f"token_ids: {error}", field=field) from None
-    _check_count("token_ids", len(buffer) // 4, tokens_max)
-    return buffer
+        field = f"{name}[{error.index}]" if str(error).startswith("element") else name
+        raise InvalidInput(f"{name}: {error}", field=field) from None
 
 
 def prefix_hashes(fields: Fields, notation: str, hashes_max: int) -> bytes | None:

@@ -10,6 +10,7 @@ IndexerError
 │   └── BodyTooLarge      a request body is longer than we read
 ├── Overloaded            a queue is full; the same call may go through later
 ├── Unresponsive          another process did not answer, or not in time
+├── Refused               an indexer refused a request of ours; `status` is its answer
 ├── InvalidSettings       a setting has an unknown name or an impossible value
 ├── CannotListen          the address to listen on cannot be had
 └── NativeCoreMissing     the compiled core is absent; there is no slow path in its place
@@ -85,6 +86,15 @@ class Overloaded(IndexerError):
 
 class Unresponsive(IndexerError):
     """Another process did not answer, or not in time."""
+
+
+class Refused(IndexerError):
+    """An indexer answered that the request cannot be; the same request will not go through later."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(f"the indexer refused the request with {status}: {detail}")
+        self.status = status
+        self.detail = detail
 
 
 class InvalidSettings(IndexerError):

@@ -74,9 +74,8 @@ from __future__ import annotations
 import dataclasses
 import struct
 
-import msgspec
-
 from app.errors import InvalidInput, NativeCoreMissing
+from app.prefix_hash import context_seed, hash_prefixes
 
 try:
     from app import _native
@@ -302,12 +301,7 @@ class PrefixIndex:
         extra_keys: tuple[bytes, ...] | None,
     ) -> bytes:
         """uint64 LE, one a full block; makes no context."""
-        if block_size < 1:
-            raise InvalidInput(f"block_size must be at least 1 token, not {block_size}", field="block_size")
-        if len(token_ids) % 4:
-            raise InvalidInput("token ids must be 4 bytes each", field="token_ids")
-        seed = context_seed(model, lora or None, block_size)
-        return _native.prefix_hashes(seed, block_size, token_ids, extra_keys)
+        return hash_prefixes(model, lora, block_size, token_ids, extra_keys)
 
     def add_speculative(
         self, context: int, source: int, prefix_hashes: bytes, ttl_ticks: int, now: int
@@ -350,11 +344,6 @@ class PrefixIndex:
 
     def _require_context(self, context: int) -> None:
         assert context in self._contexts, f"context {context} was evicted or never made"
-
-
-def context_seed(model: str, lora: str | None, block_size: int) -> int:
-    """What the first block of a context is hashed with: XXH64 of msgpack([model, lora, block_size])."""
-    return _native.xxh64(msgspec.msgpack.encode([model, lora, block_size]), 0)
 
 
 def _rows(packed: bytes) -> list[Depths]:

@@ -34,13 +34,13 @@ def test_no_two_partitions_share_a_model(one: str, mine: Partition, other: str, 
 
 @pytest.mark.parametrize("mark", MARKS)
 def test_marks_are_refused(mark: str) -> None:
-    for refused in (
-        lambda: Partition().key(f"m{mark}x"),
-        lambda: Partition(tenant=f"a{mark}b").key("m"),
-        lambda: Partition(group=f"a{mark}b").key("m"),
-    ):
+    for partition, name in [
+        (Partition(), f"m{mark}x"),
+        (Partition(tenant=f"a{mark}b"), "m"),
+        (Partition(group=f"a{mark}b"), "m"),
+    ]:
         with pytest.raises(InvalidInput, match=mark):
-            refused()
+            partition.key(name)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -183,17 +185,82 @@ async def test_a_pod_that_is_gone_is_passed_over(indexer_url: str) -> None:
             assert served_by != gone.name
 
 
-def test_the_command_of_the_readme_is_understood() -> None:
-    """Its options, with the fleet's own names and ports."""
-    [command] = re.findall(r"python (examples/router\.py[^\n]*(?:\\\n[^\n]*)*)", README.read_text())
-    arguments = command.replace("\\\n", " ").split()
-    root = README.parent
-    done = subprocess.run(
-        [sys.executable, *arguments, "--help"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
+def free_ports(count: int) -> list[int]:
+    """In a row: the fleet's pods lie so."""
+    for _ in range(50):
+        with contextlib.ExitStack() as held:
+            first = held.enter_context(
+                contextlib.closing(socket.create_server(("127.0.0.1", 0)))
+            ).getsockname()[1]
+            try:
+                for offset in range(1, count):
+                    held.enter_context(
+                        contextlib.closing(socket.create_server(("127.0.0.1", first + offset)))
+                    )
+            except (OSError, OverflowError):
+                continue
+            return list(range(first, first + count))
+    raise AssertionError(f"no {count} free ports in a row")
+
+
+def readme_commands() -> dict[str, list[str]]:
+    """The three commands of the section, by their first word but one, on ports that are free here."""
+    section = README.read_text().split("## A router in front of your pods", 1)[1]
+    block = section.split("```sh\n", 1)[1].split("```", 1)[0]
+    ports = dict(
+        zip(
+            ["8080", "8000", "9000", "9001", "9002"],
+            [*free_ports(1), *free_ports(1), *free_ports(3)],
+            strict=True,
+        )
     )
-    assert (done.returncode, "--indexer" in done.stdout) == (0, True), done.stderr
+    for written, port in ports.items():
+        block = re.sub(rf"\b{written}\b", str(port), block)
+    commands = {}
+    for line in block.splitlines():
+        program, name, *rest = line.split()
+        start = [sys.executable, "-m", "app", name] if program == "kvindexer" else [sys.executable, name]
+        commands[name] = [*start, *rest]
+    return commands
+
+
+@contextlib.contextmanager
+def started(command: list[str]) -> Iterator[None]:
+    process = subprocess.Popen(
+        command, cwd=README.parent, env={**os.environ, "PYTHONPATH": "."}, stdout=subprocess.DEVNULL
+    )
+    try:
+        yield
+        assert process.poll() is None, f"{command} goes on"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def wait_for(url: str) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(url).is_success:
+                return
+        assert time.monotonic() < deadline_s, f"{url} answers"
+        time.sleep(0.05)
+
+
+def test_the_commands_of_the_readme() -> None:
+    commands = readme_commands()
+    router = commands["examples/router.py"]
+    indexer = router[router.index("--indexer") + 1]
+    url = f"http://127.0.0.1:{router[router.index('--port') + 1]}"
+    with started(commands["serve"]):
+        wait_for(f"{indexer}/readyz")
+        with started(commands["simulate"]):
+            wait_for(f"{indexer}/v1/pods/pod-2")
+            with started(router):
+                wait_for(f"{url}/v1/models")
+                body = {"model": "simulated", "max_tokens": 1, "prompt": words(1, 200)}
+                answers = [
+                    httpx.post(f"{url}/v1/completions", json=body, timeout=DEADLINE_S) for _ in range(3)
+                ]
+    assert len({answer.headers["x-pod"] for answer in answers}) == 1
+    assert [cached_tokens(answer) for answer in answers] == [0, 192, 192]

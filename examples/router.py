@@ -36,9 +36,9 @@ class Router:
     """`pods` are base URLs by name, `model` is what the indexer calls the model of these pods."""
 
     def __init__(
-        self, client: AsyncClient, http: httpx.AsyncClient, pods: Mapping[str, str], model: str
+        self, ask: AsyncClient, http: httpx.AsyncClient, pods: Mapping[str, str], model: str
     ) -> None:
-        self._client = client
+        self._client = ask
         self._http = http
         self._pods = pods
         self._model = model
@@ -65,7 +65,7 @@ class Router:
                 self._running[pod] -= 1
                 continue
             told = {name: value for name, value in answer.headers.items() if name not in HOP_BY_HOP}
-            return StreamingResponse(self._passed(pod, answer), answer.status_code, {**told, "x-pod": pod})
+            return StreamingResponse(self._passed(pod, answer), answer.status_code, told | {"x-pod": pod})
         return _problem(503, "no pod can be reached")
 
     async def models(self, _request: Request) -> Response:
@@ -97,10 +97,9 @@ class Router:
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return prompt
         asked = {name: body[name] for name in ("model", "prompt", "messages", "tools") if name in body}
+        url = self._pods[next(self._tokenizers)] + "/tokenize"
         try:
-            answer = await self._http.post(
-                self._pods[next(self._tokenizers)] + "/tokenize", json=asked, timeout=1.0
-            )
+            answer = await self._http.post(url, json=asked, timeout=1.0)
             return list(answer.json()["tokens"]) if answer.is_success else []
         except (httpx.HTTPError, ValueError, KeyError):
             return []
@@ -115,9 +114,8 @@ class Router:
 
 
 def create_app(indexer: str, pods: Mapping[str, str], model: str, *, api_key: str | None = None) -> Starlette:
-    http = httpx.AsyncClient(
-        timeout=httpx.Timeout(600.0, connect=2.0), limits=httpx.Limits(max_connections=None)
-    )
+    unlimited = httpx.Limits(max_connections=None)
+    http = httpx.AsyncClient(timeout=httpx.Timeout(600.0, connect=2.0), limits=unlimited)
     client = AsyncClient(indexer, api_key=api_key)
     router = Router(client, http, pods, model)
 
@@ -126,11 +124,12 @@ def create_app(indexer: str, pods: Mapping[str, str], model: str, *, api_key: st
         async with client, http:
             yield
 
-    posted = [
-        Route(f"/v1/{path}", router.complete, methods=["POST"])
-        for path in ("completions", "chat/completions")
+    routes = [
+        Route("/v1/completions", router.complete, methods=["POST"]),
+        Route("/v1/chat/completions", router.complete, methods=["POST"]),
+        Route("/v1/models", router.models),
     ]
-    return Starlette(routes=[*posted, Route("/v1/models", router.models)], lifespan=lifespan)
+    return Starlette(routes=routes, lifespan=lifespan)
 
 
 def _problem(status: int, message: str) -> Response:

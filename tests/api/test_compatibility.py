@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from app.schemas import Problem
 from tests.api.conftest import Indexer, stored
 
 TOKENS = list(range(1, 17))
@@ -402,3 +406,55 @@ def test_lookup_through_too_many_models_asks_for_one(indexer: Indexer) -> None:
     response = indexer.post("/lookup", {"tokens": TOKENS})
     assert (response.status_code, response.json()["errors"][0]["field"]) == (422, "model")
     assert indexer.post("/lookup", {"tokens": TOKENS, "model": "m1"}).is_success
+
+
+# -- whatever comes
+
+PATHS = ["/register", "/unregister", "/query", "/query_by_hash", "/lookup"]
+NAMES = [
+    "instance_id", "endpoint", "replay_endpoint", "model_name", "modelname", "model", "tenant_id", "routing_group",
+    "lora_name", "block_size", "dp_rank", "type", "cache_salt", "token_ids", "tokens", "block_hashes", "seq_hashes",
+    "hash_profile",
+]  # fmt: skip
+LIKELY = st.sampled_from(
+    ["m", "default", "", "7", 7, 0, 1, -1, None, True, [], [1, 2, 3, 4], {}, "tcp://127.0.0.1:1"]
+)
+WEIRD = st.sampled_from(
+    [
+        "\ud800",
+        "é\0",
+        "@rank=1",
+        "x@tenant=",
+        "tcp://*:1",
+        2**64,
+        -(2**63),
+        1e300,
+        [2**32],
+        [[1]],
+        ["a"],
+        {"a": []},
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(PATHS), st.dictionaries(st.sampled_from(NAMES), LIKELY | WEIRD, max_size=8), st.booleans()
+)
+def test_no_body_is_our_fault(indexer: Indexer, path: str, body: dict[str, Any], packed: bool) -> None:
+    """Any mixture of likely and weird values is answered, or refused with a problem that says why."""
+    if packed:
+        try:
+            content = msgspec.msgpack.encode(body)
+        except (UnicodeEncodeError, OverflowError):
+            return
+        response = indexer.post(path, content=content, headers=MSGPACK)
+    else:
+        response = indexer.post(
+            path, content=json.dumps(body).encode(), headers={"content-type": "application/json"}
+        )
+    assert response.status_code < 500, (path, body, response.text)
+    if response.is_error:
+        Problem.model_validate(response.json(), strict=True)
+    for listing in ("/workers", "/services", "/global_view"):
+        assert indexer.get(listing).is_success

@@ -3,10 +3,9 @@
     python examples/router.py --indexer http://127.0.0.1:8080 --port 8000 \
         --pod pod-0=http://127.0.0.1:9000 --pod pod-1=http://127.0.0.1:9001
 
-Pods are named as the indexer knows them. Requests and answers pass through as they are, streams too; the header
-`x-pod` of an answer says where it came from. A pod's own `/tokenize` makes the token ids that the indexer is asked
-about, so no tokenizer is needed here. Whatever fails on the way to a choice (the indexer, the tokenizer), the
-request is sent all the same, to the pods in turn; a pod that cannot be reached is passed over.
+Pods are named as the indexer knows them; `x-pod` of an answer says where it came from. A pod's own `/tokenize` makes
+the token ids, so no tokenizer is needed here. Whatever fails on the way to a choice, the request is sent all the same,
+to the pods in turn; a pod that cannot be reached is passed over.
 """
 
 from __future__ import annotations

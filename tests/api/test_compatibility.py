@@ -416,10 +416,10 @@ NAMES = [
     "lora_name", "block_size", "dp_rank", "type", "cache_salt", "token_ids", "tokens", "block_hashes", "seq_hashes",
     "hash_profile",
 ]  # fmt: skip
-LIKELY = st.sampled_from(
+LIKELY: st.SearchStrategy[Any] = st.sampled_from(
     ["m", "default", "", "7", 7, 0, 1, -1, None, True, [], [1, 2, 3, 4], {}, "tcp://127.0.0.1:1"]
 )
-WEIRD = st.sampled_from(
+WEIRD: st.SearchStrategy[Any] = st.sampled_from(
     [
         "\ud800",
         "é\0",

@@ -40,6 +40,18 @@ class PrefixIndex:
     def place(
         self, source: int, tier: int, group: int, engine_hashes: bytes, now: int, count_copies: bool
     ) -> tuple[int, int, int]: ...
+    def store_prefixes(
+        self,
+        source: int,
+        context: int,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        prefix_hashes: bytes,
+        copies: bytes,
+        now: int,
+        count_copies: bool,
+    ) -> tuple[int, int, int]: ...
     def remove(
         self, source: int, tier: int, group: int, engine_hashes: bytes, now: int
     ) -> tuple[int, int]: ...
@@ -54,6 +66,11 @@ class PrefixIndex:
         self, context: int, source: int, prefix_hashes: bytes, ttl_ticks: int, now: int
     ) -> int: ...
     def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]: ...
+    def names(
+        self, cursor: int, names_max: int, now: int
+    ) -> tuple[list[tuple[int, int, int, int, bytes, bytes, bytes]], int | None]:
+        """Runs of (source, context, tier, group, engine hashes, prefix hashes, copies); the next cursor."""
+
     def blocks_by_tier(self, source: int) -> tuple[int, int, int, int]: ...
     def orphan_blocks(self, source: int) -> int: ...
     def orphan_drops(self) -> list[tuple[int, int]]: ...

@@ -107,3 +107,9 @@ class CannotListen(IndexerError):
 
 class NativeCoreMissing(IndexerError):
     """The compiled core cannot be imported."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the native core is not built: run `pip install .` (or `make test`) in the project's folder; "
+            "it needs a C++20 compiler"
+        )

@@ -25,9 +25,11 @@ from app.api import (
     events,
     match,
     operations,
+    pages,
     pods,
     prefixes,
     problems,
+    streams,
 )
 from app.api.observation import RequestObservation
 from app.api.wiring import Wiring, attach
@@ -78,9 +80,19 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         lifespan=lambda _app: _lifespan(settings, service, ingest, metrics, readiness),
     )
     attach(app, Wiring(settings, service, metrics, clock, readiness.missing))
-    for resource in (events, match, prefixes, pods, operations, compatibility, compatible_queries):
+    for resource in (
+        events,
+        match,
+        prefixes,
+        pods,
+        operations,
+        streams,
+        compatibility,
+        compatible_queries,
+    ):
         app.include_router(resource.router)
     app.add_middleware(RequestObservation, metrics=metrics)
+    pages.install(app)
     problems.install(app)
     document.install(app)
     return app

@@ -66,6 +66,15 @@ _SOURCE_COUNTERS = {
     "rejected": ("source_rejected", "Events skipped"),
     "unknown_blocks": ("source_unknown_blocks", "Blocks named that the source does not hold"),
 }
+_STREAM_GAUGES = {
+    "dumps_running": "Dumps that are being read",
+    "live_subscribers": "Readers of the live feed",
+}
+_STREAM_COUNTERS = {
+    "dumps_refused": "Dumps refused: dumps_max",
+    "live_refused": "Readers of the live feed refused: live_subscribers_max",
+    "live_dropped": "Live events that a slow reader lost: live_queue_events_max",
+}
 # Figures of the ZMQ ingest: the metric is kvindexer_zmq_ and the key.
 _ZMQ_GAUGES = {
     "queued_batches": "Received batches that wait for the writer",
@@ -183,6 +192,10 @@ class _FiguresCollector(Collector):
             {cause: index[key] for key, cause in _ORPHAN_CAUSES.items()},
         )
         yield _by_label(_counter("events_rejected", "Events skipped", "reason"), stats["rejected"])
+        for key, documentation in _STREAM_GAUGES.items():
+            yield _gauge(key, documentation, value=stats["streams"][key])
+        for key, documentation in _STREAM_COUNTERS.items():
+            yield _counter(key, documentation, value=stats["streams"][key])
         gauges, counters = self._figures.gauges(), self._figures.counters()
         for key, documentation in _ZMQ_GAUGES.items():
             yield _gauge(f"zmq_{key}", documentation, value=gauges.get(key, 0))

@@ -9,7 +9,8 @@ An incomplete picture becomes complete when the source is reset (restart, deadli
 its cache and the source never spoke of another tier than the GPU's: a clear says nothing about offloaded
 blocks.
 
-Every change of state is one log line with its cause and its remedy; nothing else is logged here.
+Every change of state is one log line with its cause and its remedy, and so is another cause for being down;
+nothing else is logged here.
 Bounds: `pods_max` pods and `dp_ranks_max` ranks each; past them LimitExceeded, nothing changed.
 """
 
@@ -25,6 +26,7 @@ from app.config import Settings
 from app.errors import InvalidInput, LimitExceeded, UnknownPod
 from app.events import Tier
 from app.index.interface import Index
+from app.live import LiveFeed
 from app.pods import Pod, PodSpec, Source, SourceState
 
 logger = logging.getLogger(__name__)
@@ -46,11 +48,12 @@ class PodListener(Protocol):
 
 
 class Registry:
-    def __init__(self, settings: Settings, index: Index, clock: Callable[[], float]) -> None:
+    def __init__(self, settings: Settings, index: Index, live: LiveFeed, clock: Callable[[], float]) -> None:
         self.pods: dict[str, Pod] = {}
         self.listeners: list[PodListener] = []
         self._settings = settings
         self._index = index
+        self._live = live
         self._clock = clock
         self._by_index_id: dict[int, Source] = {}
         self._spoke: dict[int, Source] = {}  # by index id, those that speak by HTTP: longest silent first
@@ -74,6 +77,10 @@ class Registry:
             self.source(spec.name, dp_rank)
         for listener in self.listeners:
             listener.pod_added(spec)
+        if self._live.is_heard:
+            self._live.tell(
+                "pod_added", pod=spec.name, model=spec.model, lora=spec.lora, dp_size=spec.dp_size
+            )
         return pod
 
     def find(self, name: str) -> Pod:
@@ -89,6 +96,8 @@ class Registry:
         for source in pod.sources.values():
             self._drop_source(source)
         del self.pods[name]
+        if self._live.is_heard:
+            self._live.tell("pod_removed", pod=name)
 
     # -- sources
 
@@ -147,7 +156,9 @@ class Registry:
         """The source holds nothing from now on, and nothing is missing from that picture."""
         self._index.clear(source.index_id)
         source.last_seq = None
+        source.first_digest = None
         source.block_size = self.pods[source.pod].spec.block_size
+        source.chunk_sizes.clear()
         source.offloads = False
         self._change(source, cause, incomplete=False)
 
@@ -168,12 +179,29 @@ class Registry:
     def _change(
         self, source: Source, cause: str, *, stream: SourceState | None = None, incomplete: bool | None = None
     ) -> None:
-        before = source.state
+        before, cause_before = source.state, source.cause
+        if stream is not None:
+            source.stream_cause = cause
+        if incomplete is not None:
+            source.loss_cause = cause if incomplete else ""
         source.stream = source.stream if stream is None else stream
         source.incomplete = source.incomplete if incomplete is None else incomplete
-        if source.state is before:
+        if source.state is not before:
+            source.down_since_s = self._clock() if source.state is SourceState.DOWN else None
+        elif source.state is not SourceState.DOWN or source.cause == cause_before:
             return
-        source.down_since_s = self._clock() if source.state is SourceState.DOWN else None
+        if source.state is SourceState.DEGRADED:
+            cause = source.cause  # not that the stream goes on, but what was lost before
+        if self._live.is_heard:
+            self._live.tell(
+                "state",
+                pod=source.pod,
+                dp_rank=source.dp_rank,
+                state=source.state.value,
+                state_before=before.value,
+                cause=cause,
+                last_seq=source.last_seq,
+            )
         logger.log(
             logging.INFO if source.state in (SourceState.LIVE, SourceState.CATCHING_UP) else logging.WARNING,
             "source %s rank %d is %s (was %s): %s; remedy: %s",

@@ -48,6 +48,8 @@ nb::bytes bytes_of(const std::vector<Row>& rows) {
   return nb::bytes(rows.data(), rows.size() * sizeof(Row));
 }
 
+nb::bytes bytes_of(const std::vector<uint64_t>& words) { return nb::bytes(words.data(), words.size() * 8); }
+
 template <class Hashes>
 nb::bytes hashes_of(Hashes chain, size_t blocks) {
   std::vector<uint64_t> hashes(blocks);
@@ -96,6 +98,15 @@ void bind_index(nb::module_& m) {
                  self.place({source, tier, group}, words_of(engine_hashes), now, count_copies);
              return std::tuple(stored.stored, stored.orphans, stored.unknown);
            })
+      .def("store_prefixes",
+           [](PrefixIndex& self, uint32_t source, uint32_t context, uint32_t tier, uint32_t group,
+              const nb::bytes& engine_hashes, const nb::bytes& prefixes, const nb::bytes& copies, Tick now,
+              bool count_copies) {
+             const Stored stored =
+                 self.store_prefixes({source, tier, group}, context, words_of(engine_hashes),
+                                     words_of(prefixes), words_of(copies), now, count_copies);
+             return std::tuple(stored.stored, stored.orphans, stored.unknown);
+           })
       .def("remove",
            [](PrefixIndex& self, uint32_t source, uint32_t tier, uint32_t group,
               const nb::bytes& engine_hashes, Tick now) {
@@ -130,6 +141,17 @@ void bind_index(nb::module_& m) {
              for (const Place& holder : self.holders(context, prefix, now))
                holders.emplace_back(holder.source, holder.tier, holder.group);
              return holders;
+           })
+      .def("names",
+           [](PrefixIndex& self, uint64_t cursor, size_t names_max, Tick now) {
+             std::vector<NameRun> runs;
+             const bool done = self.names(cursor, names_max, now, runs);
+             nb::list found;
+             for (const NameRun& run : runs)
+               found.append(nb::make_tuple(run.place.source, run.context, run.place.tier, run.place.group,
+                                           bytes_of(run.engine_hashes), bytes_of(run.prefixes),
+                                           bytes_of(run.copies)));
+             return nb::make_tuple(found, done ? nb::object(nb::none()) : nb::object(nb::cast(cursor)));
            })
       .def("blocks_by_tier",
            [](const PrefixIndex& self, uint32_t source) {

@@ -13,9 +13,10 @@
 // drop and expiry cost nothing when they happen, and `sweep` (bounded, resumed by key) takes the remains
 // away. A slot's bit is used again only after a whole pass that began behind its death.
 //
-// One limit is known and accepted: when a slot names one prefix by two engine hashes (vLLM before 0.17 hides
-// the cache salt) and the prefix expires, a name that no sweep has met yet comes back to life with the
-// prefix. What it says is true (the engine never removed the block), so nothing is done about it.
+// One limit is known and accepted: a slot names one prefix by two engine hashes (vLLM before 0.17 hides the
+// cache salt), the prefix expires, and is stored again by one of them before a sweep has met the other. Then
+// that other name is valid again, and its removal takes the prefix away though the first still names it: the
+// index says less than there is.
 //
 // One thread. Nothing here reads a clock: `now` is an argument, in ticks, and never goes backwards.
 #pragma once
@@ -53,6 +54,11 @@ struct Stored {
 struct Removed {
   uint64_t removed = 0, unknown = 0;
 };
+struct NameRun {  // names of one slot, in the order of the table; copies are 1 or more
+  Place place;
+  uint32_t context;
+  std::vector<uint64_t> engine_hashes, prefixes, copies;
+};
 struct Swept {
   uint64_t visited = 0, expired = 0;
   bool pass_done = false;
@@ -89,6 +95,10 @@ class PrefixIndex {
                std::optional<uint64_t> parent, const uint8_t* tokens, ExtraKeys extra, Tick now,
                bool count_copies);
   Stored place(const Place& place, std::span<const uint64_t> engine_hashes, Tick now, bool count_copies);
+  // Prefixes whose hashes are known, each with its number of copies.
+  Stored store_prefixes(const Place& place, uint32_t context, std::span<const uint64_t> engine_hashes,
+                        std::span<const uint64_t> prefixes, std::span<const uint64_t> copies, Tick now,
+                        bool count_copies);
   Removed remove(const Place& place, std::span<const uint64_t> engine_hashes, Tick now);
   void clear(uint32_t source, std::optional<uint32_t> tier, std::optional<uint32_t> context);
 
@@ -109,6 +119,9 @@ class PrefixIndex {
   }
 
   std::vector<Place> holders(uint32_t context, uint64_t prefix, Tick now);
+  // About `names_max` of what all slots hold, from `cursor` on (0 at first) in an order of the table's own;
+  // true when there is no more.
+  bool names(uint64_t& cursor, size_t names_max, Tick now, std::vector<NameRun>& runs);
   std::array<uint64_t, kTiers> blocks_by_tier(uint32_t source) const;
   uint64_t orphan_blocks(uint32_t source) const { return orphans_.blocks_of(source); }
   std::vector<std::pair<uint32_t, uint64_t>> orphan_drops() { return orphans_.take_drops(); }
@@ -137,6 +150,7 @@ class PrefixIndex {
     std::vector<uint64_t> prefixes;
     std::vector<bool> living;  // empty: all
     size_t next = 0;
+    std::vector<uint64_t> copies = {};  // empty: they are counted; else this is how many there are
     bool restating = false;  // a root event: leading blocks that the slot names are told again, not copied
     std::optional<uint32_t> slot = {};  // made with the first block that is stored
   };
@@ -165,6 +179,7 @@ class PrefixIndex {
   void own(Context& context, uint32_t slot, Name* name, uint64_t key, uint64_t prefix);
   void disown(Context& context, uint32_t slot, Name* name, Tick now);
   void confirm(Context& context, uint64_t prefix, uint32_t local);
+  void prefetch_removal(std::span<const uint64_t> engine_hashes, size_t block);
   uint64_t remove_name(const Place& place, uint64_t engine_hash, Tick now);
   void replace(SetId& set, SetId by);
 

@@ -1,5 +1,6 @@
 // Contexts, sources and events: how what engines say becomes names and holders.
 #include <algorithm>
+#include <map>
 
 #include "prefix_index.hpp"
 
@@ -128,6 +129,15 @@ Stored PrefixIndex::place(const Place& place, std::span<const uint64_t> engine_h
   return result;
 }
 
+Stored PrefixIndex::store_prefixes(const Place& place, uint32_t id, std::span<const uint64_t> engine_hashes,
+                                   std::span<const uint64_t> prefixes, std::span<const uint64_t> copies,
+                                   Tick now, bool count_copies) {
+  orphans_.expire(now, limits_.ttl);
+  Frame frame{place, {engine_hashes.begin(), engine_hashes.end()}, {prefixes.begin(), prefixes.end()}, {}};
+  frame.copies.assign(copies.begin(), copies.end());
+  return {store_frames(use(id), std::move(frame), now, count_copies), 0, 0};
+}
+
 // What the source calls `engine_hash`: in one context or, when that is null, in any; of several slots that
 // name it so, the preferred place comes first, then the others by tier, group and context.
 std::optional<PrefixIndex::Named> PrefixIndex::resolve(uint32_t source, uint64_t engine_hash, Tick now,
@@ -181,8 +191,10 @@ uint64_t PrefixIndex::store_frames(Context& context, Frame first, Tick now, bool
     const uint64_t prefix = frame.prefixes[block];
     if (frame.living.empty() || frame.living[block]) {
       if (!frame.slot) frame.slot = slot_of(context, frame.place);
-      const bool count = count_copies && !frame.restating;
+      const bool count = count_copies && !frame.restating && frame.copies.empty();
       if (!store_block(context, *frame.slot, engine_hash, prefix, now, count)) frame.restating = false;
+      if (!frame.copies.empty())
+        copies_.set(mix64(engine_hash), context.id, *frame.slot, frame.copies[block] - 1);
       ++stored;
     }
     if (!orphans_.is_empty()) release_waiters(context, frame.place.source, engine_hash, prefix, frames);
@@ -309,15 +321,26 @@ bool PrefixIndex::holds(Context& context, uint32_t slot, uint64_t prefix, Tick n
 
 Removed PrefixIndex::remove(const Place& place, std::span<const uint64_t> engine_hashes, Tick now) {
   orphans_.expire(now, limits_.ttl);
+  targets_.clear();
   Removed result;
   for (size_t i = 0; i < engine_hashes.size(); ++i) {
-    if (i + kAhead < engine_hashes.size()) names_.prefetch(mix64(engine_hashes[i + kAhead]));
+    prefetch_removal(engine_hashes, i);
     uint64_t removed = remove_name(place, engine_hashes[i], now);
     if (removed == 0 && orphans_.kill(place, engine_hashes[i])) removed = 1;
     result.removed += removed;
     result.unknown += removed == 0 ? 1 : 0;
   }
   return result;
+}
+
+// Two cache misses wait for each removal, the second at an address that the first one gives: names are
+// fetched 2 * kAhead blocks ahead, their prefixes kAhead blocks ahead, in the context where the last removal
+// was.
+void PrefixIndex::prefetch_removal(std::span<const uint64_t> engine_hashes, size_t block) {
+  if (block + 2 * kAhead < engine_hashes.size()) names_.prefetch(mix64(engine_hashes[block + 2 * kAhead]));
+  if (block + kAhead >= engine_hashes.size() || targets_.empty()) return;
+  if (const Name* const name = names_.find(mix64(engine_hashes[block + kAhead])))
+    targets_.front().first->prefixes.prefetch(name->prefix);
 }
 
 // Takes one copy away in every context where the place's slot names the hash; returns how many that were.
@@ -394,6 +417,33 @@ std::vector<Place> PrefixIndex::holders(uint32_t id, uint64_t prefix, Tick now) 
     if (slot.live) found.push_back({context->sources[slot.local].source, slot.tier, slot.group});
   });
   return found;
+}
+
+bool PrefixIndex::names(uint64_t& cursor, size_t names_max, Tick now, std::vector<NameRun>& runs) {
+  std::map<std::array<uint32_t, 4>, NameRun> by_slot;
+  size_t work = 0;  // a name that nobody owns any more costs something too
+  const bool done = names_.walk(cursor, [&](const Name& name) {
+    ++work;
+    Context* const context = find_context(sets_.context(name.owners));
+    const PrefixEntry* const entry =
+        context == nullptr ? nullptr : context->find_live(name.prefix, now, limits_.ttl);
+    if (entry == nullptr) return work < names_max;
+    sets_.for_each(name.owners, [&](uint32_t number) {
+      const Slot& slot = context->slots[number];
+      if (!slot.live || !sets_.contains(entry->holders, number)) return;
+      const Place place{context->sources[slot.local].source, slot.tier, slot.group};
+      NameRun& run = by_slot[{place.source, context->id, place.tier, place.group}];
+      run.place = place;
+      run.context = context->id;
+      run.engine_hashes.push_back(unmix64(name.key));
+      run.prefixes.push_back(name.prefix);
+      run.copies.push_back(1 + copies_.get(name.key, context->id, number));
+      ++work;
+    });
+    return work < names_max;
+  });
+  for (auto& [_, run] : by_slot) runs.push_back(std::move(run));
+  return done;
 }
 
 std::array<uint64_t, kTiers> PrefixIndex::blocks_by_tier(uint32_t source) const {

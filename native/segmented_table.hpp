@@ -15,11 +15,12 @@
 //   - The whole table is in key order, so a sweep is resumed from the last key it saw, whatever moved
 //   meanwhile.
 //
-// Tried: buckets of one cache line with linear probing between them, four or three entries each. Steady insertion was
-// the same (47 and 58 ns against 49 and 60 ns for 16 and 20 bytes), but hits (27 against 24 ns), misses (53 against 24)
-// and growth (175 against 125 ns an insertion) were slower: how full a bucket is cannot be predicted. Growth by a quarter
-// instead of an eighth halves its cost, but then two tables need more than 48 bytes a block. Segments in
-// huge pages made a cold match of 256 blocks a third faster (15.0 to 9.8 us), but their page faults pause for 5 ms.
+// Tried: buckets of one cache line with linear probing between them, four or three entries each. Steady
+// insertion was the same (47 and 58 ns against 49 and 60 ns for 16 and 20 bytes), but hits (27 against 24
+// ns), misses (53 against 24) and growth (175 against 125 ns an insertion) were slower: how full a bucket is
+// cannot be predicted. Growth by a quarter instead of an eighth halves its cost, but then two tables need
+// more than 48 bytes a block. Segments in huge pages made a cold match of 256 blocks a third faster (15.0
+// to 9.8 us), but their page faults pause for 5 ms.
 //
 // Keys must be uniform in their leading bits (they are hashes; mix64 those that others choose). Skewed keys
 // stay correct and cost linear time in the length of the cluster.
@@ -52,10 +53,12 @@ class SegmentedTable {
     return page_bytes_ + directory_.capacity() * sizeof(uint32_t) + segments_.capacity() * sizeof(Segment);
   }
 
-  // Forced inline: GCC 12 takes a function that only prefetches for one without effect and drops the call.
-  [[gnu::always_inline]] void prefetch(uint64_t key) const {
+  void prefetch(uint64_t key) const {
     const Segment& segment = segments_[segment_of(key)];
     const Entry* at = segment.slots() + segment.home(key);
+    // GCC 12 takes a function that only prefetches for one without effect and drops the calls; this is an
+    // effect.
+    asm volatile("" : : "r"(at));
     __builtin_prefetch(at);
     // An entry lies up to a few places behind its home; the second line is wanted often enough to pay for it.
     __builtin_prefetch(reinterpret_cast<const char*>(at) + 64);
@@ -173,6 +176,34 @@ class SegmentedTable {
       cursor = next;
     }
     return visits;
+  }
+
+  // Visits entries with key >= cursor in key order until `visit(entry)` says that it has had enough; equal
+  // keys are never parted. Returns true at the end of the table; else `cursor` becomes the place to go on
+  // from. An entry that stays in the table from the first call to the last is visited once, whatever comes
+  // and goes.
+  template <class Visit>
+  bool walk(uint64_t& cursor, Visit visit) const {
+    bool enough = false;
+    uint64_t last_key = 0;
+    while (true) {
+      const Segment& segment = segments_[segment_of(cursor)];
+      if (segment.size != 0) {
+        const Entry* const end = segment.slots() + segment.places;
+        for (const Entry* at = segment.slots() + segment.home(cursor); at < end; ++at) {
+          if (at->empty() || at->key < cursor) continue;
+          if (enough && at->key != last_key) {
+            cursor = at->key;
+            return false;
+          }
+          last_key = at->key;
+          enough = !visit(*at) || enough;
+        }
+      }
+      cursor = segment.first_key_behind(cursor);
+      if (cursor == 0) return true;
+      if (enough) return false;
+    }
   }
 
   // Gives back the memory of at most `segments_max` segments after `drop(entry)` for each of their entries.

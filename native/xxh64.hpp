@@ -74,4 +74,11 @@ inline uint64_t mix64(uint64_t key) {
   return key ^ (key >> 33);
 }
 
+// The key that mix64 makes this of.
+inline uint64_t unmix64(uint64_t mixed) {
+  mixed = (mixed ^ (mixed >> 33)) * 0x9CB4B2F8129337DBu;
+  mixed = (mixed ^ (mixed >> 33)) * 0x4F74430C22A54005u;
+  return mixed ^ (mixed >> 33);
+}
+
 }  // namespace kvindexer

@@ -23,6 +23,7 @@ from app.index.prefix_index import (
     Depths,
     IndexLimits,
     IndexStats,
+    NameRun,
     RemoveResult,
     StoreResult,
     SweepResult,
@@ -170,6 +171,33 @@ class ReferenceIndex:
                 unknown += 1
         return StoreResult(stored, 0, unknown)
 
+    def store_prefixes(
+        self,
+        source: int,
+        context: int,
+        *,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        prefix_hashes: bytes,
+        copies: bytes | None,
+        now: int,
+        count_copies: bool = True,
+    ) -> StoreResult:
+        self._advance(now)
+        names, prefixes = _uint64s(engine_hashes, "block_hashes"), _uint64s(prefix_hashes, "prefix_hashes")
+        counts = [1] * len(names) if copies is None else _uint64s(copies, "copies")
+        if not len(names) == len(prefixes) == len(counts) or 0 in counts:
+            raise InvalidInput("engine_hashes, prefix_hashes and copies do not go together")
+        slot = self._slot(source, tier, group, self._use(context))
+        stored = 0
+        for engine_hash, prefix, count in zip(names, prefixes, counts, strict=True):
+            self._hold(slot, engine_hash, prefix, count_copies=False)
+            self._names[slot][engine_hash].copies = count
+            waiting = self._take_waiting(slot, engine_hash)
+            stored += 1 + sum(self._chain(orphan, prefix, count_copies) for orphan in waiting)
+        return StoreResult(stored, 0, 0)
+
     def remove(self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int) -> RemoveResult:
         self._advance(now)
         removed = unknown = 0
@@ -280,6 +308,27 @@ class ReferenceIndex:
         self._advance(now)
         return sorted(slot[:3] for slot in self._slots_of(context, prefix_hash))
 
+    def names(self, cursor: int, names_max: int, now: int) -> tuple[list[NameRun], int | None]:
+        """The order is that of E itself; a slice ends behind the E with its `names_max`-th name."""
+        self._advance(now)
+        rows = sorted(
+            (engine_hash, slot, name.prefix, name.copies)
+            for slot, names in self._names.items()
+            for engine_hash, name in names.items()
+            if engine_hash >= cursor
+        )
+        end = next((i for i in range(names_max, len(rows)) if rows[i][0] != rows[i - 1][0]), None)
+        by_slot: dict[Slot, list[tuple[int, int, int]]] = {}
+        for engine_hash, slot, prefix, copies in rows[:end]:
+            by_slot.setdefault(slot, []).append((engine_hash, prefix, copies))
+        runs = [
+            NameRun(
+                s, c, t, g, *(struct.pack(f"<{len(column)}Q", *column) for column in zip(*named, strict=True))
+            )
+            for (s, t, g, c), named in by_slot.items()
+        ]
+        return runs, None if end is None else rows[end][0]
+
     def prefixes(self, context: int) -> set[int]:
         """All entries of a context; for tests."""
         return set(self._contexts[context].last_seen)
@@ -364,15 +413,19 @@ class ReferenceIndex:
                 restating = restating and name is not None and name.prefix == prefix
                 self._hold(run.slot, block.engine_hash, prefix, count_copies and not restating)
                 stored += 1
-            waiting = [
-                orphan
-                for orphan in self._orphans
-                if (orphan.slot[0], orphan.slot[3], orphan.parent)
-                == (run.slot[0], run.slot[3], block.engine_hash)
-            ]
-            self._orphans = [orphan for orphan in self._orphans if orphan not in waiting]
+            waiting = self._take_waiting(run.slot, block.engine_hash)
             work += [(orphan, iter(orphan.blocks), prefix) for orphan in reversed(waiting)]
         return stored
+
+    def _take_waiting(self, slot: Slot, engine_hash: int) -> list[_Run]:
+        """The orphans that wait for this block of the source, oldest first; they do not wait any more."""
+        waiting = [
+            orphan
+            for orphan in self._orphans
+            if (orphan.slot[0], orphan.slot[3], orphan.parent) == (slot[0], slot[3], engine_hash)
+        ]
+        self._orphans = [orphan for orphan in self._orphans if orphan not in waiting]
+        return waiting
 
     def _hold(self, slot: Slot, engine_hash: int, prefix: int, count_copies: bool) -> None:
         source, _, _, context = slot

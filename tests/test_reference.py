@@ -1,13 +1,15 @@
-"""The oracle against examples worked by hand: if these hold, the native core may be compared with it."""
+"""Examples of the contract worked by hand, for the oracle (so that it may judge) and for the native core alike."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import pytest
 
 from app.errors import InvalidInput
-from app.index.prefix_index import IndexLimits
+from app.index.interface import Index
+from app.index.prefix_index import IndexLimits, PrefixIndex
 from tests.reference import ReferenceIndex
 
 GPU, CPU = 0, 1
@@ -36,8 +38,8 @@ PROMPT = tokens(0, 4)
 class Fleet:
     """An index with one context and helpers that speak of blocks of one prompt; block i is named 10 + i."""
 
-    def __init__(self, **limits: int) -> None:
-        self.index = ReferenceIndex(IndexLimits(**{"ttl_ticks": TTL, **limits}))
+    def __init__(self, index: Index) -> None:
+        self.index = index
         self.context = self.index.context("m", None, 2, 0)
         self.a = self.index.add_source()
         self.b = self.index.add_source()
@@ -93,9 +95,20 @@ class Fleet:
         return tiers[GPU]
 
 
+MakeFleet = Callable[..., Fleet]
+
+
+@pytest.fixture(params=[ReferenceIndex, PrefixIndex], ids=["oracle", "native"])
+def make_fleet(request: pytest.FixtureRequest) -> MakeFleet:
+    def make(**limits: int) -> Fleet:
+        return Fleet(request.param(IndexLimits(**{"ttl_ticks": TTL, **limits})))
+
+    return make
+
+
 @pytest.fixture
-def fleet() -> Fleet:
-    return Fleet()
+def fleet(make_fleet: MakeFleet) -> Fleet:
+    return make_fleet()
 
 
 # -- hashes
@@ -194,8 +207,8 @@ def test_orphans_of_several_levels_chain_when_the_root_comes(fleet: Fleet) -> No
     assert fleet.index.orphan_blocks(fleet.a) == 0
 
 
-def test_orphan_chains_of_thousands_of_levels_are_possible() -> None:
-    fleet = Fleet()
+def test_orphan_chains_of_thousands_of_levels_are_possible(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet()
     blocks = [struct.pack("<2I", i, i) for i in range(3000)]
     for i in reversed(range(3000)):
         result = fleet.index.store(
@@ -235,8 +248,8 @@ def test_removed_orphan_block_is_never_indexed_but_its_children_chain(fleet: Fle
     assert fleet.index.holders(fleet.context, H3, 0) == [(fleet.a, GPU, 0)]
 
 
-def test_orphans_past_the_bound_push_out_the_oldest_and_are_reported() -> None:
-    fleet = Fleet(orphan_blocks_max=2)
+def test_orphans_past_the_bound_push_out_the_oldest_and_are_reported(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(orphan_blocks_max=2)
     fleet.store(3)
     fleet.store(2, source=fleet.b)
     assert fleet.store(1) == (0, 1)
@@ -265,6 +278,33 @@ def test_orphans_of_one_parent_chain_oldest_first_and_depth_first(fleet: Fleet) 
     )
     assert fleet.store(0) == (4, 0)
     assert fleet.index.holders(fleet.context, H1, 0) == []
+    assert fleet.index.holders(fleet.context, H2, 0) == [(fleet.a, GPU, 0)]
+
+
+def test_removal_takes_the_copy_of_the_oldest_orphan(fleet: Fleet) -> None:
+    fleet.store(1, names=(40,), parent=10)
+    fleet.store(2, names=(40,), parent=11)
+    assert fleet.remove(40) == (1, 0)
+    assert fleet.store(0) == (1, 0)
+    assert fleet.index.holders(fleet.context, H1, 0) == []
+    assert fleet.store(1) == (2, 0)
+    assert fleet.index.holders(fleet.context, H2, 0) == [(fleet.a, GPU, 0)]
+
+
+def test_parent_of_several_meanings_is_the_one_of_the_fastest_other_tier(fleet: Fleet) -> None:
+    fleet.store(0, tier=3, names=(50,))
+    fleet.store(0)
+    fleet.store(1, tier=CPU, names=(50,))
+    fleet.store(2, names=(60,), parent=50)
+    assert fleet.index.holders(fleet.context, H2, 0) == [(fleet.a, GPU, 0)]
+
+
+def test_parent_of_several_meanings_is_first_the_one_of_the_same_slot(fleet: Fleet) -> None:
+    fleet.store(0, 2)
+    fleet.store(0, tier=CPU, names=(11,))
+    assert fleet.store(2, tier=CPU) == (1, 0)
+    assert fleet.index.holders(fleet.context, H2, 0) == []
+    fleet.store(2)
     assert fleet.index.holders(fleet.context, H2, 0) == [(fleet.a, GPU, 0)]
 
 
@@ -411,16 +451,16 @@ def test_copies_do_not_survive_expiry(fleet: Fleet) -> None:
     assert fleet.gpu_depth(now=TTL) == 0
 
 
-def test_orphans_expire_by_the_tick_they_came() -> None:
+def test_orphans_expire_by_the_tick_they_came(make_fleet: MakeFleet) -> None:
     for now, chained in ((TTL - 1, 2), (TTL, 1), (TTL + 1, 1)):
-        fleet = Fleet()
+        fleet = make_fleet()
         fleet.store(1)
         assert fleet.store(0, now=now) == (chained, 0)
         assert fleet.index.orphan_drops() == []
 
 
-def test_ttl_zero_keeps_everything() -> None:
-    fleet = Fleet(ttl_ticks=0)
+def test_ttl_zero_keeps_everything(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(ttl_ticks=0)
     fleet.store(0)
     assert fleet.gpu_depth(now=10**9) == 1
 
@@ -469,8 +509,8 @@ def test_clear_of_gpu_takes_marks_and_clear_of_cpu_does_not(fleet: Fleet) -> Non
     assert fleet.depths() == {}
 
 
-def test_surplus_marks_are_refused() -> None:
-    fleet = Fleet(speculative_blocks_max=2)
+def test_surplus_marks_are_refused(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(speculative_blocks_max=2)
     assert mark(fleet, H0, H1, H2) == 2
     assert mark(fleet, H0) == 1
     assert fleet.index.stats().speculative_refused == 1
@@ -479,8 +519,8 @@ def test_surplus_marks_are_refused() -> None:
 # -- capacity
 
 
-def test_full_context_evicts_the_least_recently_seen() -> None:
-    fleet = Fleet(prefixes_per_context_max=3)
+def test_full_context_evicts_the_least_recently_seen(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(prefixes_per_context_max=3)
     fleet.store(0, now=0)
     fleet.store(1, now=1)
     fleet.store(2, now=2)
@@ -491,8 +531,8 @@ def test_full_context_evicts_the_least_recently_seen() -> None:
     assert fleet.index.stats().evicted == 1
 
 
-def test_surplus_context_drops_the_least_recently_used_with_all_it_had() -> None:
-    fleet = Fleet(contexts_max=2)
+def test_surplus_context_drops_the_least_recently_used_with_all_it_had(make_fleet: MakeFleet) -> None:
+    fleet = make_fleet(contexts_max=2)
     fleet.store(0)
     fleet.store(2)
     mark(fleet, H1)

@@ -13,8 +13,8 @@ from fastapi import APIRouter, Request, Response
 from app.api import bodies
 from app.api.document import described
 from app.api.wiring import Wiring, wiring_of
-from app.errors import LimitExceeded
-from app.events import EventBatch
+from app.errors import BatchRejected, InvalidInput, LimitExceeded
+from app.events import BlockRemoved, EventBatch
 from app.ingest.vllm import EventPost, decode_batch, decode_json_events
 from app.schemas import EventsFields, EventsRequest, EventsResponse
 from app.service import BatchResult, IndexerService
@@ -31,6 +31,8 @@ async def events(request: Request) -> Response:
     As `application/msgpack` the body is the payload frame that an engine publishes, of any vLLM or SGLang
     release, and the other fields are query parameters. An event that cannot be used is skipped and named in
     `rejected`; when none can be used, nothing changes and the answer is a 422 that names each fault.
+
+    A JSON batch whose `pod` is null removes blocks from every pod of `model` that names them.
     """
     wiring = wiring_of(request)
     notation = bodies.content_type(request, bodies.JSON, bodies.MSGPACK)
@@ -44,12 +46,38 @@ async def events(request: Request) -> Response:
     if "dp_rank" not in fields.model_fields_set and batch.dp_rank is not None:
         dp_rank = batch.dp_rank
     _check_count(wiring, len(batch.events) + len(batch.rejected) + batch.ignored)
+    if fields.pod is None:
+        return bodies.answer(request, _shown(_remove_everywhere(wiring.service, fields, batch)))
     result = wiring.service.post(
-        fields.pod, batch, model=fields.model, dp_rank=dp_rank, seq=fields.seq, lora=fields.lora or None
+        fields.pod,
+        batch,
+        model=fields.model,
+        dp_rank=dp_rank,
+        seq=fields.seq,
+        lora=fields.lora or None,
+        digest=hash(body),
+        incomplete=fields.incomplete,
     )
     if batch.ts is not None and not result.duplicate:
         wiring.metrics.observe_lag(time.time() - batch.ts)
-    return bodies.answer(request, _shown(result, batch))
+    return bodies.answer(request, _shown(result))
+
+
+def _remove_everywhere(service: IndexerService, fields: EventsFields, batch: EventBatch) -> BatchResult:
+    """All of the batch or nothing: what has no pod has no counters to show what was left out."""
+    said = fields.model_fields_set & {"seq", "dp_rank"}
+    for name in sorted(said):
+        raise InvalidInput(f"{name} is one pod's: leave it out where pod is null", field=name)
+    if fields.model is None:
+        raise InvalidInput("a batch for every pod must name their model", field="model")
+    if batch.rejected:
+        raise BatchRejected(batch.rejected)
+    removals = [event for event in batch.events if isinstance(event, BlockRemoved)]
+    if len(removals) < len(batch.events):
+        raise InvalidInput("only BlockRemoved can be said of every pod", field="events")
+    removed = [service.remove_everywhere(fields.model, fields.lora or None, event) for event in removals]
+    accepted = len(removals) + batch.ignored
+    return BatchResult(accepted=accepted, ignored=batch.ignored, removed_blocks=sum(removed))
 
 
 def _from_payload(request: Request, service: IndexerService, body: bytes) -> tuple[EventsFields, EventBatch]:
@@ -63,7 +91,7 @@ def _from_json(wiring: Wiring, body: bytes) -> tuple[EventsFields, EventBatch]:
     events = bodies.raw_list(raw, bodies.JSON, "events")
     _check_count(wiring, len(events))
     post = EventPost(
-        pod=fields.pod,
+        pod=fields.pod or "",
         events=events,
         dp_rank=fields.dp_rank,
         model=fields.model,
@@ -75,7 +103,7 @@ def _from_json(wiring: Wiring, body: bytes) -> tuple[EventsFields, EventBatch]:
 
 def _block_size(service: IndexerService, fields: EventsFields) -> int | None:
     """What the pod is known to use; the codec knows partial blocks by it."""
-    pod = service.pods.get(fields.pod)
+    pod = service.pods.get(fields.pod) if fields.pod is not None else None
     if pod is None:
         return None
     source = pod.sources.get(fields.dp_rank)
@@ -88,13 +116,13 @@ def _check_count(wiring: Wiring, count: int) -> None:
         raise LimitExceeded(f"{count} events are more than events_max = {events_max}", bound="events_max")
 
 
-def _shown(result: BatchResult, batch: EventBatch) -> dict[str, Any]:
+def _shown(result: BatchResult) -> dict[str, Any]:
     return {
         "accepted": result.accepted,
         "stored_blocks": result.stored_blocks,
         "removed_blocks": result.removed_blocks,
         "orphans": result.orphans,
-        "ignored": 0 if result.duplicate else batch.ignored,
+        "ignored": result.ignored,
         "rejected": [msgspec.structs.asdict(fault) for fault in result.rejected],
         "duplicate": result.duplicate,
     }

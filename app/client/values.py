@@ -41,7 +41,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         Raises InvalidInput without `token_ids` or `block_size`, and NativeCoreMissing.
         """
         # Only who hashes here needs the compiled core.
-        from app.prefix_hash import hash_prefixes
+        from app import hashing
 
         if self.token_ids is None or self.block_size is None:
             raise InvalidInput("hashing needs token_ids and block_size", field="token_ids")
@@ -50,7 +50,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         except (OverflowError, TypeError) as error:
             raise InvalidInput(f"token_ids: {error}", field="token_ids") from error
         keys = query_extra_keys(self.extra_keys, lora=self.lora or None, cache_salt=self.cache_salt)
-        packed = hash_prefixes(self.model, self.lora, self.block_size, tokens, keys)
+        packed = hashing.prefix_hashes(self.model, self.lora, self.block_size, tokens, keys)
         hashes = array.array("Q")
         hashes.frombytes(packed)
         if sys.byteorder == "big":

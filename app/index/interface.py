@@ -13,6 +13,7 @@ from app.index.prefix_index import (
     ContextInfo,
     Depths,
     IndexStats,
+    NameRun,
     RemoveResult,
     StoreResult,
     SweepResult,
@@ -47,6 +48,19 @@ class Index(Protocol):
     def place(
         self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int, count_copies: bool = True
     ) -> StoreResult: ...
+    def store_prefixes(
+        self,
+        source: int,
+        context: int,
+        *,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        prefix_hashes: bytes,
+        copies: bytes | None,
+        now: int,
+        count_copies: bool = True,
+    ) -> StoreResult: ...
     def remove(
         self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int
     ) -> RemoveResult: ...
@@ -66,6 +80,8 @@ class Index(Protocol):
     def add_speculative(
         self, context: int, source: int, prefix_hashes: bytes, ttl_ticks: int, now: int
     ) -> int: ...
+    def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]: ...
+    def names(self, cursor: int, names_max: int, now: int) -> tuple[list[NameRun], int | None]: ...
     def blocks_by_tier(self, source: int) -> tuple[int, int, int, int]: ...
     def orphan_blocks(self, source: int) -> int: ...
     def orphan_drops(self) -> list[tuple[int, int]]: ...

@@ -12,9 +12,11 @@ Words. A slot is (source, context, tier, group). An engine hash E *names* prefix
 holds P while at least one of its names is for P. An entry is P with the slots that hold it and `last_seen`.
 
 Expiry. An entry is expired when ttl > 0 and now - last_seen >= ttl. An expired entry is gone, and with it every
-name of it: nothing that happens later can tell it from one that never was (speculative marks have deadlines of their own).
-The same holds for an entry that capacity evicted. Only counts may include what is not swept yet: blocks_by_tier and
-orphan_blocks what has expired (but nothing that was cleared), ContextInfo.prefixes and stats also what was cleared.
+name of it: nothing that happens later can tell it from one that never was (speculative marks have their own deadlines).
+The same holds for an entry that capacity evicted. (The native core falls short of this in one case, see
+native/prefix_index.hpp: a slot that names a prefix by two engine hashes, and an expiry that no sweep has met.)
+Only counts may include what is not swept yet: blocks_by_tier and orphan_blocks what has expired (but nothing that was
+cleared), ContextInfo.prefixes and stats also what was cleared.
 
 store(source, context, tier, group, engine_hashes, parent, token_ids, extra_keys)
   parent None: the first block is a root. Else the parent is looked up among the source's names in this context:
@@ -41,6 +43,14 @@ orphans
 place(source, tier, group, engine_hashes)  blocks known by name only (placeholders)
   Each E is looked up among all names of the source: by (tier, group, context) ascending. Found: (E, P) is stored as
   above in the slot of that context. Unknown: counted, nothing else.
+store_prefixes(source, context, tier, group, engine_hashes, prefix_hashes, copies)
+  Blocks whose prefix hashes are known: each (E, P) is stored as above in that slot, but there are `copies` of it
+  afterwards (1 where none are given), however many there were. So the same again changes nothing.
+names(cursor)
+  Every (slot, E, P, copies) that there is, in an order that depends on E alone and in slices of about `names_max`:
+  from cursor 0 on, the next one until that is None. What is named from the first slice to the last comes once,
+  whatever else is stored and removed meanwhile. Stored with `store_prefixes` into a new index, the result makes
+  the same matches and takes the same removals. Not in it: orphans, speculative marks, ages.
 remove(source, tier, group, engine_hashes)
   Each E, in every context where that slot names E (each counts as one removed block): copies - 1; at 0 the name
   goes; when it was the slot's last name for P the slot no longer holds P; an entry that nobody holds is gone. Where
@@ -57,8 +67,9 @@ match(context, token_ids | prefix_hashes)
   Tokens past the last full block and extra keys past the last block are ignored; missing extra keys are none.
   Every block of the longest confirmed depth gets last_seen = now; no other.
 add_speculative(context, source, prefix_hashes, ttl)
-  Marks (source, context, P) until now + ttl (the later of old and new); a P that the source holds (in any slot of the context) is skipped. ttl >= 1; gone when now >= deadline. Bounded by
-  `speculative_blocks_max` in all (marks past their deadline may count until swept): surplus is refused and counted.
+  Marks (source, context, P) until now + ttl (the later of old and new); a P that the source holds (in any slot of the
+  context) is skipped. ttl >= 1; gone when now >= deadline. Bounded by `speculative_blocks_max` in all (marks past their
+  deadline may count until swept): surplus is refused and counted.
   Returns the hashes that are now marked because of the call, new or prolonged.
 capacity
   A context never has more than `prefixes_per_context_max` entries: before an insertion that would exceed it, about
@@ -71,22 +82,21 @@ Work. Clear, drop and context drop are O(1): dead slots are masked in every quer
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import struct
 
+from app import hashing
 from app.errors import InvalidInput, NativeCoreMissing
-from app.prefix_hash import context_seed, hash_prefixes
 
 try:
     from app import _native
 except ImportError as error:
-    raise NativeCoreMissing(
-        "the native core is not built: run `pip install .` (or `make test`) in the project's folder; "
-        "it needs a C++20 compiler"
-    ) from error
+    raise NativeCoreMissing from error
 
 TICK_MS = 100
 _ROW = struct.Struct("<6I")
+_ONE = struct.pack("<Q", 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,6 +115,19 @@ class StoreResult:
     stored_blocks: int  # blocks indexed by this call, chained orphans included
     orphan_blocks: int  # blocks of this call that now wait for their parent
     unknown_blocks: int  # placeholders that the source never named
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NameRun:
+    """Names of one slot: `engine_hashes[i]` is `prefix_hashes[i]`, `copies[i]` times; uint64, little-endian."""
+
+    source: int
+    context: int
+    tier: int
+    group: int
+    engine_hashes: bytes
+    prefix_hashes: bytes
+    copies: bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,7 +213,7 @@ class PrefixIndex:
             return found
         if block_size < 1:
             raise InvalidInput(f"block_size must be at least 1 token, not {block_size}", field="block_size")
-        context, evicted = self._core.add_context(context_seed(model, lora, block_size), block_size)
+        context, evicted = self._core.add_context(hashing.context_seed(model, lora, block_size), block_size)
         if evicted is not None:
             gone = self._contexts.pop(evicted)
             of_model = self._by_model[gone.model, gone.lora]
@@ -266,6 +289,38 @@ class PrefixIndex:
             raise InvalidInput("engine hashes must be 8 bytes each", field="block_hashes")
         return StoreResult(*self._core.place(source, tier, group, engine_hashes, now, count_copies))
 
+    def store_prefixes(
+        self,
+        source: int,
+        context: int,
+        *,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        prefix_hashes: bytes,
+        copies: bytes | None,
+        now: int,
+        count_copies: bool = True,
+    ) -> StoreResult:
+        """`copies` are uint64, at least 1 each. `count_copies` is for orphans that are chained by it."""
+        self._require_source(source)
+        self._require_context(context)
+        if len(engine_hashes) % 8:
+            raise InvalidInput("engine hashes must be 8 bytes each", field="block_hashes")
+        if len(prefix_hashes) != len(engine_hashes):
+            raise InvalidInput("there is not one prefix hash a block", field="prefix_hashes")
+        if copies is None:
+            copies = _ONE * (len(engine_hashes) // 8)
+        if len(copies) != len(engine_hashes):
+            raise InvalidInput("there is not one number of copies a block", field="copies")
+        if 0 in array.array("Q", copies):
+            raise InvalidInput("a block that is stored has at least one copy", field="copies")
+        return StoreResult(
+            *self._core.store_prefixes(
+                source, context, tier, group, engine_hashes, prefix_hashes, copies, now, count_copies
+            )
+        )
+
     def remove(self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int) -> RemoveResult:
         self._require_source(source)
         if len(engine_hashes) % 8:
@@ -301,7 +356,7 @@ class PrefixIndex:
         extra_keys: tuple[bytes, ...] | None,
     ) -> bytes:
         """uint64 LE, one a full block; makes no context."""
-        return hash_prefixes(model, lora, block_size, token_ids, extra_keys)
+        return hashing.prefix_hashes(model, lora, block_size, token_ids, extra_keys)
 
     def add_speculative(
         self, context: int, source: int, prefix_hashes: bytes, ttl_ticks: int, now: int
@@ -317,6 +372,12 @@ class PrefixIndex:
     def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]:
         """(source, tier, group) of every slot that holds the prefix, sorted; for tests and dumps."""
         return sorted(self._core.holders(context, prefix_hash, now))
+
+    def names(self, cursor: int, names_max: int, now: int) -> tuple[list[NameRun], int | None]:
+        """One slice, one run a slot, and the next cursor."""
+        assert names_max > 0, "a slice without names would never come to an end"
+        runs, following = self._core.names(cursor, names_max, now)
+        return [NameRun(*run) for run in runs], following
 
     def blocks_by_tier(self, source: int) -> tuple[int, int, int, int]:
         """Blocks held per tier: distinct prefixes per slot, summed over contexts and groups; expired ones count until

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import socket
+import re
+import select
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
@@ -44,16 +46,17 @@ class IndexerUnderTest:
         self._http.close()
 
     def has_pod(self, pod: str) -> bool:
-        return self._send("GET", f"/v1/pods/{pod}").status_code != httpx.codes.NOT_FOUND
+        response = self._send("GET", _pod_path(pod))
+        return response.status_code != httpx.codes.NOT_FOUND and bool(self._checked(response))
 
     def register(self, pod: str, body: dict[str, Any]) -> None:
-        self._accepted("PUT", f"/v1/pods/{pod}", body)
+        self._accepted("PUT", _pod_path(pod), body)
 
     def drop(self, pod: str) -> None:
-        self._accepted("DELETE", f"/v1/pods/{pod}")
+        self._accepted("DELETE", _pod_path(pod))
 
     def positions(self, pod: str) -> dict[int, StreamPosition]:
-        ranks = self._accepted("GET", f"/v1/pods/{pod}")["ranks"]
+        ranks = self._accepted("GET", _pod_path(pod))["ranks"]
         return {
             rank["dp_rank"]: StreamPosition(rank["last_seq"], rank["restarts"], rank["state"])
             for rank in ranks
@@ -77,9 +80,15 @@ class IndexerUnderTest:
         return {row["dp_rank"]: row["reusable_tokens"] for row in answer["matches"] if row["pod"] == pod}
 
     def _accepted(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        response = self._send(method, path, body)
+        return self._checked(self._send(method, path, body))
+
+    @staticmethod
+    def _checked(response: httpx.Response) -> Any:
         if response.is_error:
-            raise InvalidInput(f"{method} {path}: {response.status_code} {response.text[:500]}")
+            asked = response.request
+            raise InvalidInput(
+                f"{asked.method} {asked.url.path}: {response.status_code} {response.text[:500]}"
+            )
         return response.json() if response.content else None
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
@@ -89,21 +98,24 @@ class IndexerUnderTest:
             raise Unresponsive(f"no answer from the indexer at {self._http.base_url}: {error}") from error
 
 
+def _pod_path(pod: str) -> str:
+    return f"/v1/pods/{urllib.parse.quote(pod, safe='')}"
+
+
 @contextlib.contextmanager
 def own_indexer() -> Iterator[str]:
     """The URL of an indexer started for this one check, on a free port, and stopped after it."""
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as probe:
-        port = probe.getsockname()[1]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "app", "serve", "--host", "127.0.0.1", "--port", str(port)],
+            [sys.executable, "-m", "app", "serve", "--host", "127.0.0.1", "--port", "0"],
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=subprocess.PIPE,
             stderr=log,
         )
         try:
-            url = f"http://127.0.0.1:{port}"
-            if not _ready(process, url):
+            deadline = time.monotonic() + START_DEADLINE_S
+            url = _announced_url(process, deadline)
+            if url is None or not _is_ready(process, url, deadline):
                 log.seek(0)
                 said = log.read()[-2_000:].decode(errors="replace")
                 raise Unresponsive(f"the indexer did not start; it said:\n{said}")
@@ -115,12 +127,22 @@ def own_indexer() -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
 
 
-def _ready(process: subprocess.Popen[bytes], url: str) -> bool:
-    deadline = time.monotonic() + START_DEADLINE_S
+def _announced_url(process: subprocess.Popen[bytes], deadline_s: float) -> str | None:
+    """The address in the one line that the indexer prints; None when it ends or is silent."""
+    assert process.stdout is not None, "the indexer is started with a pipe"
+    readable, _, _ = select.select([process.stdout], [], [], max(0.0, deadline_s - time.monotonic()))
+    line = process.stdout.readline().decode() if readable else ""
+    found = re.search(r"http://\S+", line)
+    return found.group() if found else None
+
+
+def _is_ready(process: subprocess.Popen[bytes], url: str, deadline_s: float) -> bool:
     with httpx.Client(base_url=url, timeout=1.0) as http:
-        while time.monotonic() < deadline and process.poll() is None:
+        while time.monotonic() < deadline_s and process.poll() is None:
             with contextlib.suppress(httpx.HTTPError):
                 if http.get("/readyz").status_code == httpx.codes.OK:
                     return True

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from app.errors import InvalidInput, Unresponsive
 from app.replay.capture import Answer, Capture, Frame, Reset, Send
@@ -40,13 +40,25 @@ class _Question:
     predictions: set[int] = dataclasses.field(default_factory=set)
 
 
-class Replay:
-    """One run of one capture. Use as a context manager: publishers and pods end with it."""
+def _send(publisher: Publisher, frame: Frame) -> None:
+    publisher.publish(frame.seq, frame.payload)
 
-    def __init__(self, capture: Capture, indexer: IndexerUnderTest, settings: ReplaySettings) -> None:
+
+class Replay:
+    """One run of one capture; its publishers and pods end with it. `send` publishes a frame, or harms it."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        indexer: IndexerUnderTest,
+        settings: ReplaySettings,
+        *,
+        send: Callable[[Publisher, Frame], None] = _send,
+    ) -> None:
         self._capture = capture
         self._indexer = indexer
         self._settings = settings
+        self._send = send
         self._streams: dict[tuple[str, int], _Stream] = {}
         self._in_reset: set[tuple[str, int]] = set()
         self._questions: dict[int, _Question] = {}
@@ -114,7 +126,7 @@ class Replay:
             self._settle()
             stream.publisher.restart()
             stream.restarts += 1
-        stream.publisher.publish(frame.seq, frame.payload)
+        self._send(stream.publisher, frame)
         stream.last_seq = frame.seq
         stream.settled = False
         self._report.frames += 1

@@ -17,7 +17,8 @@ import msgspec
 from prometheus_client import Histogram
 from starlette.responses import Response, StreamingResponse
 
-from app.simulator.bodies import Common, usage
+from app.errors import Unresponsive
+from app.simulator.bodies import Common, error_body, usage
 from app.simulator.connector import BlockMetadata
 from app.simulator.engine import Output, Prompt
 from app.simulator.pod import Pod
@@ -83,12 +84,19 @@ class Answer:
     ) -> AsyncIterator[bytes]:
         head = self._head(form.chunk_kind, identity)
         completed = 0
-        async with contextlib.aclosing(outputs):
-            async for output in _chained(first, outputs):
-                completed += len(output.token_ids)
-                text = self._words.decode(output.token_ids) + ("" if output.finished else " ")
-                part = {"index": 0, **form.part(text), "finish_reason": "length" if output.finished else None}
-                yield _event({**head, "choices": [part]})
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in _chained(first, outputs):
+                    completed += len(output.token_ids)
+                    text = self._words.decode(output.token_ids) + ("" if output.finished else " ")
+                    reason = "length" if output.finished else None
+                    yield _event(
+                        {**head, "choices": [{"index": 0, **form.part(text), "finish_reason": reason}]}
+                    )
+        except Unresponsive as error:
+            # The status is long sent: the stream says what happened and ends without its mark.
+            yield _event(error_body(str(error), "ServiceUnavailableError", 503))
+            return
         self._observe(self._metrics.latency)
         options = self._body.stream_options
         if options is not None and options.include_usage:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 from app.errors import InvalidInput, LimitExceeded, Overloaded
 from app.ingest.vllm import WireEvent
+from app.simulator.block_names import packed
 from app.simulator.engine_settings import EngineSettings
 from app.simulator.kv_cache import PagedKVCache
 from app.simulator.offload_tier import OffloadTier
@@ -127,6 +128,7 @@ class Engine:
             raise InvalidInput("a prompt has at least one token", field="prompt")
         if prompt.max_tokens < 1:
             raise InvalidInput("max_tokens is at least 1", field="max_tokens")
+        packed(prompt.token_ids)  # an impossible token is refused here, not in the middle of a step
         size = self.settings.cache.block_size
         # The last sampled token is never computed, so it takes no place.
         most = -(-(len(prompt.token_ids) + prompt.max_tokens - 1) // size)

@@ -28,11 +28,16 @@ from app.simulator.pages import Name, PagePool
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVCacheSettings:
-    """`hash_seed` differs between pods of older releases: equal blocks then have different names."""
+    """`hash_seed` differs between pods of older releases: equal blocks then have different names.
+
+    `nameless_first`: pages that hold no full block are reused before others (seen in vLLM 0.32 and 0.33, not up
+    to 0.23).
+    """
 
     capacity_pages: int = 4_000
     block_size: int = 16
     hash_seed: bytes = b""
+    nameless_first: bool = True
     hash_as_bytes: bool = False  # 32 raw bytes in events instead of an unsigned integer
 
 
@@ -75,7 +80,7 @@ class PagedKVCache:
 
     def __init__(self, settings: KVCacheSettings | None = None) -> None:
         self.settings = settings or KVCacheSettings()
-        self._pool = PagePool(self.settings.capacity_pages)
+        self._pool = PagePool(self.settings.capacity_pages, nameless_first=self.settings.nameless_first)
         self._namer = BlockNamer(self.settings.block_size, self.settings.hash_seed)
         self._sequences: dict[str, _Sequence] = {}
         self._events: list[WireEvent] = []

@@ -3,10 +3,10 @@
 This is the bookkeeping of an engine's block pool, after vLLM's `block_pool.py`. A page without references
 is free, but keeps its content and its name until it is taken for something else: only then is it evicted.
 Pages are taken from the head of the free list and returned to its tail, so whoever returns a run tail
-first loses its leaf first. Several pages may carry one name (physical copies of one block); each eviction
-is told.
+first loses its leaf first. A page that nobody can find again (it has no name) goes to the head instead, in
+recent releases. Several pages may carry one name (physical copies of one block); each eviction is told.
 
-A page that has a name or more than one reference is read-only: `fill` and `append` refuse it with an
+A page that has a name or more than one reference is read-only: `extend` and `shrink` refuse it with an
 assertion. Every operation is O(1) in the size of the pool.
 """
 
@@ -32,10 +32,11 @@ class TakenPage:
 class PagePool:
     """`free` counts pages that can be taken now, named ones included."""
 
-    def __init__(self, capacity_pages: int) -> None:
+    def __init__(self, capacity_pages: int, *, nameless_first: bool = True) -> None:
         if capacity_pages < 1:
             raise InvalidSettings(f"a cache needs at least one page, not {capacity_pages} (capacity_pages)")
         self.capacity_pages = capacity_pages
+        self._nameless_first = nameless_first
         self._free: collections.OrderedDict[int, None] = collections.OrderedDict.fromkeys(
             range(capacity_pages)
         )
@@ -101,6 +102,8 @@ class PagePool:
         self._references[page] -= 1
         if self._references[page] == 0:
             self._free[page] = None
+            if self._nameless_first and self._names[page] is None:
+                self._free.move_to_end(page, last=False)
 
     def extend(self, page: int, token_ids: Sequence[int]) -> None:
         assert self.is_writable(page), f"page {page} is shared or named, so it must not change"

@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol
 
 import msgspec
 
-from app.errors import Unresponsive
+from app.errors import Overloaded, Unresponsive
 from app.ingest.vllm import Stored, WireEvent, WireForm, encode_batch
 from app.simulator.connector import BlockMetadata, Connector, EventHints
 from app.simulator.engine import Engine, Output, Prompt, Step
 from app.simulator.engine_settings import EngineSettings
 
 OUTBOX_BATCHES_MAX = 10_000
+RETRY_DELAY_S = 0.01  # when the sink has no room
 
 
 class EventSink(Protocol):
@@ -100,6 +102,8 @@ class Rank:
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._step_forever()), asyncio.create_task(self._send_forever())]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
 
     async def stop(self) -> None:
         """End the tasks and every open request; the sink belongs to the caller."""
@@ -107,19 +111,26 @@ class Rank:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
-        for request in self._requests.values():
-            request.outputs.put_nowait(None)
-        self._requests.clear()
+        self._fail_requests()
 
     def restart_in_place(self) -> None:
         """A new engine process behind the same endpoints: empty, from 0, and without a word about it."""
-        for request in self._requests.values():
-            request.outputs.put_nowait(None)
-        self._requests.clear()
+        self._fail_requests()
         self.next_seq = 0
         self._boot()
         if self.sink is not None:
             self.sink.restart()
+
+    def _fail_requests(self) -> None:
+        for request in self._requests.values():
+            request.outputs.put_nowait(None)
+        self._requests.clear()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A task that ends by itself is a fault of ours: nobody may wait for it."""
+        if not task.cancelled() and task.exception() is not None:
+            logging.getLogger(__name__).error("rank %d stopped", self.dp_rank, exc_info=task.exception())
+            self._fail_requests()
 
     # -- requests
 
@@ -197,10 +208,18 @@ class Rank:
             batch = await self._outbox.get()
             try:
                 await asyncio.sleep(max(0.0, batch.due_s - loop.time()))
-                if self.sink is not None and batch.engine is self.engine:
-                    self.sink.publish(batch.seq, batch.payload, copies=batch.copies)
+                await self._send(batch)
             finally:
                 self._outbox.task_done()
+
+    async def _send(self, batch: _Batch) -> None:
+        while self.sink is not None and batch.engine is self.engine:
+            try:
+                self.sink.publish(batch.seq, batch.payload, copies=batch.copies)
+            except Overloaded:
+                await asyncio.sleep(RETRY_DELAY_S)
+            else:
+                return
 
     # -- hints
 

@@ -45,6 +45,8 @@ def test_every_route_is_described(document: dict[str, Any]) -> None:
         ("delete", "/v1/pods/{pod}"),
         ("delete", "/v1/pods/{pod}/blocks"),
         ("get", "/v1/stats"),
+        ("get", "/v1/dump"),
+        ("get", "/v1/live"),
         ("get", "/healthz"),
         ("get", "/readyz"),
         ("get", "/metrics"),

@@ -1,30 +1,34 @@
 """Oracle and native core side by side over random histories: nothing that a caller can ask tells them apart.
 
-The universe is small on purpose. Prompts are paths over three kinds of block, so that prefixes meet. Engine
-hashes come from a seed of the source and are folded into a few values (or not), so that one hash means
-different content on different sources, and after a clear on the same one. Time moves by the ttl,
-one tick less or more, one tick, or none.
+The universe is small on purpose. Prompts are paths over three kinds of block, so that prefixes meet, and most
+steps come back to something that was stored before. Engine hashes are small numbers that a seed of the source
+permutes, so that one hash means different content on different sources, and on one source after a clear. Time
+moves by the ttl, one tick less or more, one tick, or none.
 
 After every step both must name the same holders of every prefix ever seen: `holders` changes nothing, so it
 may be asked all the time. Matches refresh what they find, so they are steps of their own. What may lag until
 it is swept (counts) is compared after whole sweeps; in between, sweeps stop anywhere.
 
 One difference is known (native/prefix_index.hpp) and kept out of the way: where a slot calls one prefix by two
-names and the prefix expires, a name that no sweep has met comes back with the prefix. So second names are given
-only where nothing expires.
+names and the prefix expires, a name that no sweep has met comes back with the prefix. So names are folded onto
+each other, and second names given, only where nothing expires.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import random
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
-import xxhash
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from app.index.interface import Index
 from app.index.prefix_index import Depths, IndexLimits, PrefixIndex
 from tests.reference import ReferenceIndex
 
@@ -41,9 +45,9 @@ contexts = st.sampled_from([0, 0, 0, 1, 2, 3])
 tiers = st.sampled_from([0, 0, 0, 1, 3])
 groups = st.sampled_from([0, 0, 0, 1])
 paths = st.lists(st.sampled_from([0, 0, 1, 2]), min_size=1, max_size=5).map(tuple)
-picks = st.integers(0, 7)  # of what was stored, the newest first
+picks = st.sampled_from([0, 0, 0, 0, 1, 1, 2, 3, 5])  # of what was stored, the newest first
 # Time that passes before a step. Not a rule of its own: Hypothesis leaves rules out of whole histories.
-waits = st.sampled_from([0] * 9 + [1, 1, 1, TTL - 1, TTL - 1, TTL, TTL + 1])
+waits = st.sampled_from([0] * 8 + [1, 1, TTL - 1, TTL - 1, TTL, TTL, TTL + 1])
 
 
 def block_tokens(kind: int, block_size: int) -> bytes:
@@ -88,7 +92,7 @@ class SideBySide(RuleBasedStateMachine):
         contexts_max=st.sampled_from([2, UNBOUNDED, UNBOUNDED]),
         orphan_blocks_max=st.sampled_from([0, 3, UNBOUNDED, UNBOUNDED]),
         speculative_blocks_max=st.sampled_from([2, UNBOUNDED]),
-        names=st.sampled_from([6, 24, 2**64]),
+        folded_names=st.sampled_from([0, 6, 24]),
         count_copies=st.sampled_from([True, True, True, False]),
         seeds=st.lists(st.integers(0, 1), min_size=SOURCES, max_size=SOURCES),
     )
@@ -98,7 +102,7 @@ class SideBySide(RuleBasedStateMachine):
         contexts_max: int,
         orphan_blocks_max: int,
         speculative_blocks_max: int,
-        names: int,
+        folded_names: int,
         count_copies: bool,
         seeds: list[int],
     ) -> None:
@@ -111,7 +115,7 @@ class SideBySide(RuleBasedStateMachine):
         )
         self.oracle = ReferenceIndex(self.limits)
         self.native = PrefixIndex(self.limits)
-        self.names = names
+        self.folded_names = 0 if ttl else folded_names
         self.count_copies = count_copies
         self.sources = [Twin(self.oracle.add_source(), self.native.add_source(), seed) for seed in seeds]
 
@@ -160,6 +164,24 @@ class SideBySide(RuleBasedStateMachine):
             self.store_blocks(dataclasses.replace(below, tier=tier, path=path, start=len(below.path)))
 
     @precondition(lambda self: self.stored)
+    @rule(pick=picks, wait=waits)
+    def store_what_it_stands_on(self, wait: int, pick: int) -> None:
+        self.now += wait
+        above = self.earlier(pick)
+        if above.start:
+            self.store_blocks(dataclasses.replace(above, path=above.path[: above.start], start=0))
+
+    @precondition(lambda self: self.stored)
+    @rule(pick=picks, tier=tiers, more=paths, wait=waits)
+    def store_far_above(self, wait: int, pick: int, tier: int, more: Path) -> None:
+        """Two levels up, so that it waits; what it waits for comes next, or never."""
+        self.now += wait
+        path = (self.earlier(pick).path + more)[:6]
+        below = dataclasses.replace(self.earlier(pick), path=path[:-1], start=max(0, len(path) - 2))
+        self.store_blocks(dataclasses.replace(below, tier=tier, path=path, start=len(path) - 1))
+        self.remember(below)
+
+    @precondition(lambda self: self.stored)
     @rule(pick=picks, spot=spots, wait=waits)
     def store_elsewhere(self, wait: int, pick: int, spot: int) -> None:
         self.now += wait
@@ -200,6 +222,35 @@ class SideBySide(RuleBasedStateMachine):
         assert self.native.store(source.native, twin.native, **more) == self.oracle.store(
             source.oracle, twin.oracle, **more
         )
+        self.remember(blocks)
+
+    @precondition(lambda self: self.stored)
+    @rule(
+        pick=picks,
+        spot=st.none() | spots,
+        more=st.just(()) | paths,
+        copies=st.none() | st.integers(1, 3),
+        wait=waits,
+    )
+    def store_prefixes(self, wait: int, pick: int, spot: int | None, more: Path, copies: int | None) -> None:
+        self.now += wait
+        below = self.earlier(pick)
+        path = (below.path + more)[:6]
+        blocks = dataclasses.replace(below, path=path, start=0, spot=below.spot if spot is None else spot)
+        twin = self.context_of(blocks.context)
+        more_fields: dict[str, Any] = {
+            "tier": blocks.tier,
+            "group": blocks.group,
+            "engine_hashes": self.pack_names(blocks.spot, path, 0),
+            "prefix_hashes": self.prefix_hashes(blocks.context, path),
+            "copies": struct.pack("<Q", copies) * len(path) if copies and self.count_copies else None,
+            "now": self.now,
+            "count_copies": self.count_copies,
+        }
+        source = self.sources[blocks.spot]
+        assert self.native.store_prefixes(
+            source.native, twin.native, **more_fields
+        ) == self.oracle.store_prefixes(source.oracle, twin.oracle, **more_fields)
         self.remember(blocks)
 
     @precondition(lambda self: self.stored)
@@ -341,6 +392,21 @@ class SideBySide(RuleBasedStateMachine):
         ) == self.oracle.add_speculative(twin.oracle, source.oracle, hashes, ttl, self.now)
         self.remember(known)
 
+    @rule(names_max=st.sampled_from([1, 3, 1_000]), wait=waits)
+    def list_names(self, wait: int, names_max: int) -> None:
+        self.now += wait
+        native = [twin.native for twin in self.sources]
+        oracle = [twin.oracle for twin in self.sources]
+        contexts = {key: self.known_context(number) for number, key in enumerate(CONTEXTS)}
+        known = {twin.native: twin.oracle for twin in contexts.values() if twin is not None}
+        assert sorted(
+            (native.index(source), known[context], *rest)
+            for source, context, *rest in all_names(self.native, self.now, names_max)
+        ) == sorted(
+            (oracle.index(source), context, *rest)
+            for source, context, *rest in all_names(self.oracle, self.now, names_max)
+        )
+
     # -- time
 
     @rule(visits=st.sampled_from([1, 2, 7, 40]), wait=waits)
@@ -419,7 +485,9 @@ class SideBySide(RuleBasedStateMachine):
 
     def name(self, spot: int, path: Path) -> int:
         """What the engine of this source calls the last block of `path`."""
-        return xxhash.xxh64_intdigest(bytes(path), seed=self.sources[spot].seed) % self.names
+        number = functools.reduce(lambda so_far, kind: 4 * so_far + kind + 1, path, 0)
+        name = number ^ (0b101 * self.sources[spot].seed)
+        return name % self.folded_names if self.folded_names else name
 
     def pack_names(self, spot: int, path: Path, start: int) -> bytes:
         names = [self.name(spot, path[: i + 1]) for i in range(start, len(path))]
@@ -465,7 +533,93 @@ class SideBySide(RuleBasedStateMachine):
                 raise AssertionError("a sweep does not come to an end")
 
 
+def all_names(index: Index, now: int, names_max: int) -> list[tuple[int, int, int, int, int, int, int]]:
+    """(source, context, tier, group, engine hash, prefix hash, copies) of every name."""
+    found = []
+    cursor: int | None = 0
+    while cursor is not None:
+        runs, cursor = index.names(cursor, names_max, now)
+        for run in runs:
+            columns = [
+                struct.iter_unpack("<Q", c) for c in (run.engine_hashes, run.prefix_hashes, run.copies)
+            ]
+            for (engine_hash,), (prefix,), (copies,) in zip(*columns, strict=True):
+                found.append((run.source, run.context, run.tier, run.group, engine_hash, prefix, copies))
+    return found
+
+
 TestSideBySide = SideBySide.TestCase
 TestSideBySide.settings = settings(
     max_examples=60, stateful_step_count=80, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_dense_seeded_history(seed: int) -> None:
+    """Long histories in which every kind of step goes on happening: Hypothesis shrinks better, this finds more."""
+    r = random.Random(seed)
+    machine = SideBySide()
+    machine.begin(
+        ttl=r.choice([0, TTL, TTL, TTL]),
+        contexts_max=r.choice([2, UNBOUNDED, UNBOUNDED]),
+        orphan_blocks_max=r.choice([0, 3, UNBOUNDED, UNBOUNDED]),
+        speculative_blocks_max=r.choice([2, UNBOUNDED]),
+        folded_names=r.choice([0, 6, 24]),
+        count_copies=r.random() < 0.8,
+        seeds=[r.randrange(2) for _ in range(SOURCES)],
+    )
+    for _ in range(150):
+        machine.now += r.choice([0] * 8 + [1, 1, 1, TTL - 1, TTL, TTL + 1])
+        random_step(machine, r)
+        machine.same_picture()
+    machine.drop_everything()
+
+
+def random_step(machine: SideBySide, r: random.Random) -> None:
+    spot, context = r.choice([0, 0, 0, 1, 2]), r.choice([0, 0, 0, 1, 2, 3])
+    tier, group = r.choice([0, 0, 0, 1, 3]), r.choice([0, 0, 0, 1])
+    pick = min(int(r.expovariate(0.6)), 7)
+    path = tuple(r.choice([0, 0, 1, 2]) for _ in range(r.randint(1, 4)))
+    steps: list[tuple[int, Callable[[], None]]] = [
+        (2, lambda: machine.store(0, spot, context, tier, group, path)),
+        (1, lambda: machine.store_with_any_parent(0, spot, context, tier, group, path, r.randint(1, 3))),
+        (1, lambda: machine.store_child_before_parent(spot, context, path, tier)),
+        (2, lambda: machine.match_any_tokens(context, path, r.randrange(3))),
+        (1, lambda: machine.match_every_prompt(0, context)),
+        (1, lambda: machine.sweep_a_slice(0, r.choice([1, 2, 7, 40]))),
+        (1, lambda: machine.count_after_sweeping(0)),
+    ]
+    if machine.stored:
+        steps += [
+            (2, lambda: machine.store_again(0, pick)),
+            (2, lambda: machine.store_on_top(0, pick, path, r.choice([None, None, tier]))),
+            (2, lambda: machine.store_what_it_stands_on(0, pick)),
+            (2, lambda: machine.store_far_above(0, pick, tier, path)),
+            (1, lambda: machine.store_elsewhere(0, pick, spot)),
+            (2, lambda: machine.place(0, pick, tier, group)),
+            (3, lambda: machine.remove(0, pick, r.randrange(6), r.randint(1, 3), r.choice([None, None, 0]))),
+            (3, lambda: machine.remove_the_last_block(pick)),
+            (3, lambda: machine.match_tokens(0, pick)),
+            (1, lambda: machine.match_hashes(0, pick, r.random() < 0.5)),
+            (
+                3,
+                lambda: machine.add_speculative(
+                    0, pick, r.choice([None, spot]), path, r.choice([1, TTL, TTL + 1])
+                ),
+            ),
+            (
+                1,
+                lambda: machine.clear(
+                    spot, r.choice([None, 0, 0, 1]), r.choice([None, context]), r.randrange(3), False
+                ),
+            ),
+        ]
+        if machine.limits.ttl_ticks == 0:
+            steps += [
+                (2, lambda: machine.store_under_another_name(pick)),
+                (2, lambda: machine.store_under_a_strange_parent(pick, path)),
+            ]
+    if r.random() < 0.02:
+        return machine.drop_and_add_a_source(spot)
+    r.choices([step for _, step in steps], weights=[weight for weight, _ in steps])[0]()
+    return None

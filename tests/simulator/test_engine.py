@@ -178,6 +178,8 @@ def test_refusals() -> None:
         one.submit("a", Prompt(tokens(16), max_tokens=2))
     with pytest.raises(InvalidInput, match="at least one token"):
         one.submit("a", Prompt([]))
+    with pytest.raises(InvalidInput, match="token ids"):
+        one.submit("a", Prompt([1, -1]))
     with pytest.raises(InvalidInput, match="max_tokens"):
         one.submit("a", Prompt(tokens(1), max_tokens=0))
     one.submit("a", Prompt(tokens(4), max_tokens=1))

@@ -214,6 +214,14 @@ class MatchFields(PromptFields):
     include_hashes: bool = Field(False, description="Answer the prompt's prefix hashes too.")
 
 
+class OctetsFields(MatchFields):
+    """The query parameters of a raw body."""
+
+    hashes: bool = Field(
+        False, description="The raw body is prefix hashes, as little-endian uint64, and not token ids."
+    )
+
+
 class MatchRequest(MatchFields):
     """Which pods hold the longest leading part of this prompt? One of `token_ids` and `prefix_hashes`."""
 

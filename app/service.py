@@ -24,13 +24,14 @@ from app.index.interface import Index, ticks
 from app.index.prefix_index import TICK_MS, IndexLimits
 from app.live import LiveFeed
 from app.pods import Pod, PodSpec, SourceState
-from app.queries import MatchQuery, MatchResult, Queries
+from app.queries import JsonAnswer, MatchQuery, MatchResult, Queries
 from app.registry import PodListener, Registry
 from app.scoring import TIER_LABELS, MatchRow
 
 __all__ = [
     "BatchResult",
     "IndexerService",
+    "JsonAnswer",
     "MatchQuery",
     "MatchResult",
     "MatchRow",
@@ -230,6 +231,10 @@ class IndexerService:
     def match(self, query: MatchQuery) -> MatchResult:
         """Raises InvalidInput for buffers that do not fit."""
         return self._queries.match(query)
+
+    def match_json(self, query: MatchQuery) -> JsonAnswer:
+        """`match` as the text of the HTTP contract, for queries without `include_hashes`."""
+        return self._queries.match_json(query)
 
     def prefix_hashes(
         self,

@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8_000)
     arguments = parser.parse_args()
     pods = dict(pod.split("=", 1) for pod in arguments.pod)
-    uvicorn.run(create_app(arguments.indexer, pods, arguments.model), host="127.0.0.1", port=arguments.port)
+    uvicorn.run(create_app(arguments.indexer, pods, arguments.model), port=arguments.port)
 
 
 if __name__ == "__main__":

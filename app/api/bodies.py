@@ -22,7 +22,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from fastapi import Request, Response
@@ -100,7 +100,7 @@ def _too_large(bytes_max: int) -> BodyTooLarge:
 # -- short fields
 
 
-def cut_fields(body: bytes, notation: str) -> Fields:
+def cut_fields(body: bytes | msgspec.Raw, notation: str) -> Fields:
     """The fields of an object, each still raw."""
     if _count_children(body, notation, _FIELDS_MAX) > _FIELDS_MAX:
         raise InvalidInput(f"the object has more than {_FIELDS_MAX} fields")
@@ -176,6 +176,29 @@ def _validated(model: type[Model], values: Mapping[str, Any], *, strict: bool) -
     except ValidationError as error:
         faults = [(place(fault["loc"]), fault["msg"]) for fault in error.errors(include_url=False)]
         raise InvalidInput(sentence(faults), field=faults[0][0], faults=faults) from None
+
+
+def raw_value(fields: Fields, notation: str, name: str) -> bytes | None:
+    """A field as it came; None when absent or null."""
+    raw = fields.get(name)
+    if raw is None or memoryview(raw) == _NULL[notation]:
+        return None
+    return bytes(raw)
+
+
+def objects(fields: Fields, notation: str, name: str, kind: type[Kind], count_max: int) -> Mapping[str, Kind]:
+    """An object of objects of one kind; empty when absent or null. Numbers are finite."""
+    raw = raw_value(fields, notation, name)
+    if raw is None:
+        return {}
+    if _count_children(raw, notation, count_max) > count_max:
+        raise InvalidInput(f"{name} has more than {count_max} entries", field=name)
+    made: dict[str, Kind] = _decode(msgspec.Raw(raw), notation, dict[str, kind], name)  # type: ignore[valid-type]
+    for key, value in made.items():
+        for part, number in msgspec.structs.asdict(cast(msgspec.Struct, value)).items():
+            if number != number:
+                raise InvalidInput(f"{name}.{key}.{part} is not a number", field=f"{name}.{key}.{part}")
+    return made
 
 
 # -- arrays

@@ -37,6 +37,8 @@ def test_every_route_is_described(document: dict[str, Any]) -> None:
     assert found == {
         ("post", "/v1/events"),
         ("post", "/v1/match"),
+        ("post", "/v1/match/batch"),
+        ("post", "/v1/route"),
         ("post", "/v1/hashes"),
         ("post", "/v1/prefixes"),
         ("get", "/v1/pods"),
@@ -91,7 +93,7 @@ def test_examples_are_taken(indexer: Indexer, document: dict[str, Any]) -> None:
             response = indexer.request(method.upper(), path.replace("{pod}", "pod-a"), json=example)
             assert response.is_success, (path, response.text)
             tried += 1
-    assert tried == 14
+    assert tried == 16
 
 
 def test_page_for_people(indexer: Indexer) -> None:

@@ -28,6 +28,11 @@ def context_seed(model: str, lora: str | None, block_size: int) -> int:
     return _native.xxh64(msgspec.msgpack.encode([model, lora or None, block_size]), 0)
 
 
+def digest(data: bytes) -> int:
+    """Of a message, the same in every process: tells a batch from another under the same number."""
+    return _native.xxh64(data, 0)
+
+
 def prefix_hashes(
     model: str,
     lora: str | None,

@@ -39,6 +39,7 @@ class PodSpec:
     replay_endpoint: str | None = None
     topic: str = ""
     dp_size: int = 1
+    metrics_url: str | None = None  # where its Prometheus metrics are read for its load
 
 
 @dataclasses.dataclass(slots=True)
@@ -54,6 +55,7 @@ class Source:
     loss_cause: str = ""  # why it is incomplete
     offloads: bool = False  # has spoken of a tier other than the GPU's
     last_seq: int | None = None  # newest sequence number that a match already sees
+    last_digest: int | None = None  # of the batch `last_seq` of a followed stream
     first_digest: int | None = None  # of posted batch 0
     last_event_at_s: float | None = None  # on the service's clock
     block_size: int | None = None  # of the GPU tier, in tokens: declared, or learned from the first event

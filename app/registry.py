@@ -19,13 +19,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
+from app import _native
 from app.config import Settings
 from app.errors import InvalidInput, LimitExceeded, UnknownPod
 from app.events import Tier
 from app.index.interface import Index
+from app.live import LiveFeed
 from app.pods import Pod, PodSpec, Source, SourceState
 
 logger = logging.getLogger(__name__)
@@ -47,11 +52,13 @@ class PodListener(Protocol):
 
 
 class Registry:
-    def __init__(self, settings: Settings, index: Index, clock: Callable[[], float]) -> None:
+    def __init__(self, settings: Settings, index: Index, live: LiveFeed, clock: Callable[[], float]) -> None:
         self.pods: dict[str, Pod] = {}
         self.listeners: list[PodListener] = []
+        self.answers = _native.AnswerBook()  # what answers say of each source; `_publish` keeps it true
         self._settings = settings
         self._index = index
+        self._live = live
         self._clock = clock
         self._by_index_id: dict[int, Source] = {}
         self._spoke: dict[int, Source] = {}  # by index id, those that speak by HTTP: longest silent first
@@ -75,6 +82,10 @@ class Registry:
             self.source(spec.name, dp_rank)
         for listener in self.listeners:
             listener.pod_added(spec)
+        if self._live.is_heard:
+            self._live.tell(
+                "pod_added", pod=spec.name, model=spec.model, lora=spec.lora, dp_size=spec.dp_size
+            )
         return pod
 
     def find(self, name: str) -> Pod:
@@ -90,6 +101,8 @@ class Registry:
         for source in pod.sources.values():
             self._drop_source(source)
         del self.pods[name]
+        if self._live.is_heard:
+            self._live.tell("pod_removed", pod=name)
 
     # -- sources
 
@@ -102,6 +115,7 @@ class Registry:
             source = Source(name, dp_rank, self._index.add_source(), block_size=pod.spec.block_size)
             pod.sources[dp_rank] = source
             self._by_index_id[source.index_id] = source
+            self._publish(source)
         return source
 
     def check_rank(self, dp_rank: int) -> None:
@@ -125,6 +139,13 @@ class Registry:
         if self.pods[source.pod].spec.zmq_endpoint is None:
             self._spoke.pop(source.index_id, None)
             self._spoke[source.index_id] = source
+        self._publish(source)
+
+    def restore(self, source: Source, heard_s_ago: float | None) -> None:
+        """The source is as an earlier process knew it; the longest silent must come first."""
+        if heard_s_ago is not None:
+            self.hear(source)
+            source.last_event_at_s = self._clock() - heard_s_ago
 
     def reset_silent(self, count_max: int) -> None:
         """Resets up to `count_max` of the HTTP sources that are silent past their deadline. O(those)."""
@@ -148,11 +169,13 @@ class Registry:
         """The source holds nothing from now on, and nothing is missing from that picture."""
         self._index.clear(source.index_id)
         source.last_seq = None
+        source.last_digest = None
         source.first_digest = None
         source.block_size = self.pods[source.pod].spec.block_size
         source.chunk_sizes.clear()
         source.offloads = False
         self._change(source, cause, incomplete=False)
+        self._publish(source)
 
     def lose(self, source: Source, cause: str) -> None:
         """Something of this source was lost for good."""
@@ -178,12 +201,23 @@ class Registry:
             source.loss_cause = cause if incomplete else ""
         source.stream = source.stream if stream is None else stream
         source.incomplete = source.incomplete if incomplete is None else incomplete
+        self._publish(source)
         if source.state is not before:
             source.down_since_s = self._clock() if source.state is SourceState.DOWN else None
         elif source.state is not SourceState.DOWN or source.cause == cause_before:
             return
         if source.state is SourceState.DEGRADED:
             cause = source.cause  # not that the stream goes on, but what was lost before
+        if self._live.is_heard:
+            self._live.tell(
+                "state",
+                pod=source.pod,
+                dp_rank=source.dp_rank,
+                state=source.state.value,
+                state_before=before.value,
+                cause=cause,
+                last_seq=source.last_seq,
+            )
         logger.log(
             logging.INFO if source.state in (SourceState.LIVE, SourceState.CATCHING_UP) else logging.WARNING,
             "source %s rank %d is %s (was %s): %s; remedy: %s",
@@ -204,6 +238,19 @@ class Registry:
             },
         )
 
+    def _publish(self, source: Source) -> None:
+        """After every change of what an answer says of a source beside its depths."""
+        heard_at_s = source.last_event_at_s
+        self.answers.put(
+            source.index_id,
+            source.pod,
+            b'{"pod":%b,"dp_rank":%d,' % (msgspec.json.encode(source.pod), source.dp_rank),
+            source.dp_rank,
+            source.block_size or 0,
+            source.state.value,
+            math.nan if heard_at_s is None else heard_at_s,
+        )
+
     def _check(self, spec: PodSpec) -> None:
         if not spec.name:
             raise InvalidInput("a pod needs a name", field="pod")
@@ -222,6 +269,7 @@ class Registry:
         pod.spec = spec
         for source in pod.sources.values():
             source.block_size = spec.block_size or source.block_size
+            self._publish(source)
         for dp_rank in range(spec.dp_size):
             self.source(spec.name, dp_rank)
         return pod
@@ -229,16 +277,19 @@ class Registry:
     def _drop_source(self, source: Source) -> None:
         self._index.drop_source(source.index_id)
         del self._by_index_id[source.index_id]
+        self.answers.drop(source.index_id)
         self._spoke.pop(source.index_id, None)
 
 
 def _keeps_contents(pod: Pod, spec: PodSpec) -> bool:
-    """Nothing differs but a block size that is so already, or the number of ranks.
+    """Nothing differs but a block size that is so already, the number of ranks, or where its load is read.
 
     Whoever follows a stream replays it from the start when told of the pod, and a replay into what is held
     would count every copy twice: so whatever concerns a stream starts empty.
     """
-    same = dataclasses.replace(spec, block_size=pod.spec.block_size, dp_size=pod.spec.dp_size) == pod.spec
+    same = pod.spec == dataclasses.replace(
+        spec, block_size=pod.spec.block_size, dp_size=pod.spec.dp_size, metrics_url=pod.spec.metrics_url
+    )
     sizes = {source.block_size for source in pod.sources.values()} - {None, spec.block_size}
     return (
         same

@@ -1,8 +1,8 @@
 """The one writer: every event and every query of the process goes through here, on the event loop's thread.
 
-It holds the three parts together over one index and one clock: app/registry.py (pods, sources, trust),
-app/batches.py (events), app/queries.py (matches). What they share is said there; what a caller needs is said
-here.
+It holds the parts together over one index and one clock: app/registry.py (pods, sources, trust),
+app/batches.py (events), app/queries.py (matches), app/dumps.py (all that is held) and app/live.py (what
+happens). What they share is said there; what a caller needs is said here.
 
 Nothing here blocks, and nothing but `tick` and `stats` takes longer than its input: `tick` does a bounded
 slice (`sweep_visits_max` index entries and a few silent sources), `stats` a pass over the sources.
@@ -17,18 +17,22 @@ from typing import Any
 
 from app.batches import Batches, BatchResult
 from app.config import Settings
+from app.dumps import Dumps
 from app.errors import InvalidInput
 from app.events import BlockRemoved, EventBatch, Tier
 from app.index.interface import Index, ticks
 from app.index.prefix_index import TICK_MS, IndexLimits
+from app.live import LiveFeed
 from app.pods import Pod, PodSpec, SourceState
-from app.queries import MatchQuery, MatchResult, Queries
+from app.queries import JsonAnswer, MatchQuery, MatchResult, Queries
 from app.registry import PodListener, Registry
+from app.saved_state import Adoption, SavedState, adopt, describe, index_digest
 from app.scoring import TIER_LABELS, MatchRow
 
 __all__ = [
     "BatchResult",
     "IndexerService",
+    "JsonAnswer",
     "MatchQuery",
     "MatchResult",
     "MatchRow",
@@ -37,6 +41,8 @@ __all__ = [
 ]
 
 SILENCES_PER_TICK_MAX = 64  # resets of silent sources in one tick; the others follow in the next
+
+NEVER_TICKS = 10 * 24 * 3600 * 1000 // TICK_MS  # where nothing expires, ages past ten days are not told apart
 
 _SUMMED = (
     "batches",
@@ -72,9 +78,14 @@ class IndexerService:
         self._index = index
         self._clock = clock
         self._started_s = clock()
-        self._registry = Registry(settings, index, clock)
-        self._batches = Batches(settings, index, self._registry, now=self._now)
+        self._ticks_ahead = 0  # room for the ages of what is restored
+        self.live = LiveFeed(
+            subscribers_max=settings.live_subscribers_max, queue_events_max=settings.live_queue_events_max
+        )
+        self._registry = Registry(settings, index, self.live, clock)
+        self._batches = Batches(settings, index, self._registry, self.live, now=self._now)
         self._queries = Queries(settings, index, self._registry, clock=clock, now=self._now)
+        self.dumps = Dumps(index, self._registry, now=self._now, dumps_max=settings.dumps_max)
 
     # -- pods
 
@@ -142,24 +153,44 @@ class IndexerService:
         seq: int | None,
         lora: str | None,
         digest: int | None = None,
+        incomplete: bool = False,
     ) -> BatchResult:
         """A batch that came by HTTP: registers the pod on first contact, deduplicates by `seq`.
 
         `lora` is the adapter of events that name none. The first `seq` of a source is taken as it is; one
         that was seen changes nothing, save 0 with another `digest` (any hash of what was sent) than before:
         then the engine restarted, and what it held is forgotten first. One past the next says that batches
-        were lost, and the source is degraded. Raises, with nothing changed: InvalidInput for an unknown pod
-        without a model and for another model than the pod's; LimitExceeded; BatchRejected when events were
-        sent and every one of them is bad.
+        were lost, and the source is degraded; so it is when the sender says that its picture is `incomplete`.
+        Raises, with nothing changed: InvalidInput for an unknown pod without a model and for another model
+        than the pod's; LimitExceeded; BatchRejected when events were sent and every one of them is bad.
         """
-        return self._batches.post(pod, batch, model=model, dp_rank=dp_rank, seq=seq, lora=lora, digest=digest)
+        return self._batches.post(
+            pod,
+            batch,
+            model=model,
+            dp_rank=dp_rank,
+            seq=seq,
+            lora=lora,
+            digest=digest,
+            incomplete=incomplete,
+        )
 
-    def apply(self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None) -> BatchResult:
+    def apply(
+        self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None, digest: int | None = None
+    ) -> BatchResult:
         """The next batch of a stream whose order and completeness the caller vouches for.
 
-        Raises UnknownPod, and LimitExceeded for a rank past `dp_ranks_max`.
+        `digest` is any hash of what was received that is the same in every process. Raises UnknownPod, and LimitExceeded for a rank past `dp_ranks_max`.
         """
-        return self._batches.apply(pod, dp_rank, batch, seq=seq)
+        return self._batches.apply(pod, dp_rank, batch, seq=seq, digest=digest)
+
+    def position(self, pod: str, dp_rank: int) -> tuple[int, int] | None:
+        """(number, digest) of the newest batch of a followed stream that is in the picture; None: there is
+        none. Raises UnknownPod."""
+        source = self._registry.find(pod).sources.get(dp_rank)
+        if source is None or source.last_seq is None or source.last_digest is None:
+            return None
+        return source.last_seq, source.last_digest
 
     def remove_everywhere(self, model: str, lora: str | None, event: BlockRemoved) -> int:
         """Removal without a source: one copy of each block leaves every pod of the model that names it.
@@ -215,6 +246,10 @@ class IndexerService:
         """Raises InvalidInput for buffers that do not fit."""
         return self._queries.match(query)
 
+    def match_json(self, query: MatchQuery) -> JsonAnswer:
+        """`match` as the text of the HTTP contract, for queries without `include_hashes`."""
+        return self._queries.match_json(query)
+
     def prefix_hashes(
         self,
         model: str,
@@ -247,6 +282,30 @@ class IndexerService:
         """
         return self._queries.add_speculative(pod, dp_rank, model, lora, prefix_hashes, ttl_s, block_size)
 
+    # -- across processes (app/saved_state.py)
+
+    def describe(self, *, configured: frozenset[str], at_s: float) -> SavedState:
+        """What a snapshot says beside the index: as of now, `at_s` in Unix time."""
+        return describe(
+            self._registry, self._index, configured=configured, at_s=at_s, now=self._now(), clock=self._clock
+        )
+
+    def adopt(self, state: SavedState, *, configured: frozenset[str], at_s: float) -> Adoption:
+        """Registers what a snapshot knows; its index frames belong into what is returned.
+
+        For a service that holds nothing yet.
+        """
+        self._ticks_ahead = ticks(self._settings.ttl_s) or NEVER_TICKS
+        return adopt(
+            self._registry,
+            self._index,
+            state,
+            configured=configured,
+            at_s=at_s,
+            now=self._now(),
+            clock=self._clock,
+        )
+
     # -- time and figures
 
     def tick(self) -> None:
@@ -262,6 +321,7 @@ class IndexerService:
         states = Counter(source.state for source in sources)
         return {
             "uptime_s": self._clock() - self._started_s,
+            "digest": index_digest(self._registry, self._index),
             "pods": len(self.pods),
             "sources": {state.value: states[state] for state in SourceState},
             "events": dict(sum((source.events for source in sources), Counter[str]())),
@@ -273,9 +333,16 @@ class IndexerService:
                 "tokens_asked": self._queries.tokens_asked,
                 "tokens_matched": self._queries.tokens_matched,
             },
+            "streams": {
+                "dumps_running": self.dumps.running,
+                "dumps_refused": self.dumps.refused,
+                "live_subscribers": self.live.subscribers,
+                "live_refused": self.live.refused,
+                "live_dropped": self.live.dropped,
+            },
             "contexts": [dataclasses.asdict(context) for context in self._index.contexts()],
             "index": dataclasses.asdict(self._index.stats()),
         }
 
     def _now(self) -> int:
-        return int((self._clock() - self._started_s) * 1000) // TICK_MS
+        return self._ticks_ahead + int((self._clock() - self._started_s) * 1000) // TICK_MS

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from app import hashing
 from app.errors import IndexerError, UnreadableBatch
 from app.events import EventBatch
 from app.ingest.actions import Action, Deliver, Report, Reset
@@ -42,7 +43,10 @@ class Decode(Protocol):
 class Writer(Protocol):
     """The part of the service that a feed calls."""
 
-    def apply(self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None) -> Any: ...
+    def apply(
+        self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None, digest: int | None = None
+    ) -> Any: ...
+    def position(self, pod: str, dp_rank: int) -> tuple[int, int] | None: ...
     def reset_source(self, pod: str, dp_rank: int, *, restarted: bool) -> None: ...
     def set_source_state(
         self, pod: str, dp_rank: int, state: SourceState, *, gaps: int = 0, replays: int = 0, cause: str = ""
@@ -60,13 +64,14 @@ class QueueLimits:
 
 @dataclasses.dataclass(slots=True)
 class Stream:
-    """One followed source. Written by the loop's thread only."""
+    """One followed source. Written by the loop's thread; `resume_at` is taken by the receiver's."""
 
     pod: str
     dp_rank: int
     endpoint: str
     replay_endpoint: str | None
     block_size: int | None = None  # as the pod was registered with
+    resume_at: tuple[int, int] | None = None  # (number, digest) of the last batch of an earlier process
     followed: bool = True  # once false, what is still queued for it is dropped
     cause: str = ""  # of its last report
 
@@ -205,17 +210,18 @@ class Feed:
             self._writer.reset_source(stream.pod, stream.dp_rank, restarted=action.restarted)
 
     def _apply(self, stream: Stream, delivery: Deliver) -> None:
+        digest = hashing.digest(delivery.payload)
         try:
             batch = self._decode(delivery.payload, block_size=stream.block_size)
         except UnreadableBatch as error:
             self.counters.batches_unreadable += 1
             # An empty batch in its place: its number has been seen, its content is lost.
             nothing = EventBatch(events=(), positions=())
-            self._writer.apply(stream.pod, stream.dp_rank, nothing, seq=delivery.seq)
+            self._writer.apply(stream.pod, stream.dp_rank, nothing, seq=delivery.seq, digest=digest)
             cause = f"batch {delivery.seq} cannot be read: {error}"
             self._report(stream, Report(SourceState.DEGRADED, cause=cause))
         else:
-            self._writer.apply(stream.pod, stream.dp_rank, batch, seq=delivery.seq)
+            self._writer.apply(stream.pod, stream.dp_rank, batch, seq=delivery.seq, digest=digest)
             self.counters.batches_applied += 1
 
     def _report(self, stream: Stream, report: Report) -> None:

@@ -288,15 +288,20 @@ class Receiver:
     def _subscription(
         self, pod: FollowedPod, stream: Stream, publisher: Endpoint, replay: Endpoint | None, now: float
     ) -> _Subscription:
-        return _Subscription(stream, publisher, replay, pod.topic, self._tracker(replay, now))
+        tracker = self._tracker(replay, now, stream.resume_at)
+        stream.resume_at = None  # a tracker that is made anew comes behind a reset
+        return _Subscription(stream, publisher, replay, pod.topic, tracker)
 
-    def _tracker(self, replay: Endpoint | None, now: float) -> SequenceTracker:
+    def _tracker(
+        self, replay: Endpoint | None, now: float, resume_at: tuple[int, int] | None = None
+    ) -> SequenceTracker:
         return SequenceTracker(
             self._sequence,
             self._budget,
             self.sequence_counters,
             replay_endpoint=replay is not None,
             now=now,
+            resume_at=resume_at,
         )
 
     def _tick(self, subscription: _Subscription, _: Any, now: float) -> None:

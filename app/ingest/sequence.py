@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from app import hashing
 from app.ingest.actions import Action, Deliver, Report, RequestReplay, Reset, StopReplay
 from app.ingest.window import DigestRing, HeldBatches, HoldBudget
 from app.pods import SourceState
@@ -92,7 +93,10 @@ class SequenceTracker:
         *,
         replay_endpoint: bool,
         now: float,
+        resume_at: tuple[int, int] | None = None,
     ) -> None:
+        """`resume_at` is the (number, digest) of the last batch that was applied before this process: the
+        replay begins there, and another batch under that number is another incarnation."""
         self._limits = limits
         self._counters = counters
         self._replay_endpoint = replay_endpoint
@@ -114,6 +118,9 @@ class SequenceTracker:
         self._gap_counted = False  # the gap that this catch-up began with has been reported
         self._unverified = False  # reconnected, and not yet known to be the same incarnation
         self._silent = False  # the replay socket left a whole catch-up unanswered
+        if resume_at is not None:
+            self._last, self._last_digest = self._newest_live, _ = resume_at
+            self._digests.put(*resume_at)
 
     @property
     def held_batches(self) -> int:
@@ -144,7 +151,7 @@ class SequenceTracker:
         return self._take()
 
     def on_live(self, seq: int, payload: bytes, now: float) -> list[Action]:
-        digest = hash(payload)
+        digest = hashing.digest(payload)
         seen = self._digests.get(seq)
         if seen == digest:
             self._counters.duplicates += 1
@@ -178,7 +185,7 @@ class SequenceTracker:
             self._heal(replay, seq, now)
             if self._replay is None:
                 return self._take()
-        digest = hash(payload)
+        digest = hashing.digest(payload)
         seen = self._last_digest if seq == self._last else self._digests.get(seq)
         if seen is not None and seen != digest:
             self._restart(now, f"replayed batch {seq} is not the one seen before")
@@ -406,7 +413,7 @@ class SequenceTracker:
 
     def _deliver(self, seq: int, payload: bytes) -> None:
         self._last = seq
-        self._last_digest = hash(payload)
+        self._last_digest = hashing.digest(payload)
         self._actions.append(Deliver(seq, payload))
 
     def _release(self) -> int:

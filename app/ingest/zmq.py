@@ -64,6 +64,8 @@ class ZmqIngest:
         self._feed = Feed(self._writer, self._decode, self._settings.queue, loop, self._resume_reading)
         self._receiver = Receiver(self._feed, self._settings.sequence, self._settings.sockets)
         for pod in self._pods.values():
+            for stream, _, _ in pod.streams:
+                stream.resume_at = self._writer.position(stream.pod, stream.dp_rank)
             self._receiver.follow(pod)
         self._receiver.start()
 

@@ -149,6 +149,16 @@ class Settings(BaseSettings):
         ge=0,
         description="Seconds after the start for which /readyz waits for every configured ZMQ pod.",
     )
+    snapshot_path: Path | None = Field(
+        None,
+        description="File for snapshots of all that is held, read at the start; the one before stays beside it.",
+    )
+    snapshot_interval_s: float = Field(60.0, ge=1, description="Seconds between two snapshots.")
+    snapshot_grace_s: float = Field(
+        20.0,
+        ge=0,
+        description="Seconds that the last snapshot, at the end, may take; past it the one before stays.",
+    )
 
     queries_max: int = Field(1_024, ge=1, description="Queries of one batch match; past it 422.")
     route_decay_s: float = Field(

@@ -13,6 +13,7 @@ IndexerError
 ├── NoCandidate           no pod is there to choose from
 ├── Unresponsive          another process did not answer, or not in time
 ├── Refused               an indexer refused a request of ours; `status` is its answer
+├── SnapshotRefused       a file is no snapshot, or not as it was written
 ├── InvalidSettings       a setting has an unknown name or an impossible value
 ├── CannotListen          the address to listen on cannot be had
 └── NativeCoreMissing     the compiled core is absent; there is no slow path in its place
@@ -105,6 +106,10 @@ class Refused(IndexerError):
         super().__init__(f"the indexer refused the request with {status}: {detail}")
         self.status = status
         self.detail = detail
+
+
+class SnapshotRefused(IndexerError):
+    """A file is not a snapshot, is of another version, or is damaged: nothing of it was used."""
 
 
 class InvalidSettings(IndexerError):

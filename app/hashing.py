@@ -28,9 +28,9 @@ def context_seed(model: str, lora: str | None, block_size: int) -> int:
     return _native.xxh64(msgspec.msgpack.encode([model, lora or None, block_size]), 0)
 
 
-def digest(data: bytes) -> int:
-    """Of a message, the same in every process: tells a batch from another under the same number."""
-    return _native.xxh64(data, 0)
+def digest(data: bytes, seed: int = 0) -> int:
+    """XXH64, the same in every process: tells a batch from another under the same number, damage from none."""
+    return _native.xxh64(data, seed)
 
 
 def prefix_hashes(

@@ -1,8 +1,9 @@
 """The only place where things are wired together: settings in, an ASGI application out.
 
 The event loop's thread is the one writer. The ZMQ ingest receives on a thread of its own and hands whole
-batches to the loop; a timer gives the service its slices of expiry. Start: pods are registered before the
-first request is served, so a router never sees an indexer that does not know its own configuration.
+batches to the loop; a timer gives the service its slices of expiry. Start: pods are registered, and a snapshot is
+read, before the first request is served, so a router never sees an indexer that does not know its own configuration.
+End: requests are finished, streams left, then the last snapshot is written.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from app.pods import PodSpec
 from app.readiness import Readiness
 from app.router import Router
 from app.service import IndexerService, index_limits
+from app.snapshots.keeper import SnapshotKeeper
 from app.tokenizer.front import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -74,7 +76,9 @@ class Application(FastAPI):
 def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> FastAPI:
     """Raises InvalidSettings for configured pods that cannot be."""
     specs = _configured_pods(settings)
-    service = IndexerService(settings, PrefixIndex(index_limits(settings)), clock=clock)
+    index = PrefixIndex(index_limits(settings))
+    service = IndexerService(settings, index, clock=clock)
+    snapshots = _snapshots(settings, service, index, specs)
     loads = Loads(settings, pods=lambda: [pod.spec for pod in service.pods.values()], clock=clock)
     router = Router(settings, service, clock=clock, polled=loads.load)
     tokenizer = Tokenizer(
@@ -92,6 +96,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
                 "tokenizer": (tokenizer.gauges, tokenizer.counters),
                 "loads": (loads.gauges, loads.counters),
                 "route": (dict, router.counters),
+                "snapshot": (snapshots.gauges, snapshots.counters) if snapshots else (dict, dict),
             },
         )
     )
@@ -107,7 +112,9 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         title="kvindexer",
         version=__version__,
         description=DESCRIPTION,
-        lifespan=lambda _app: _lifespan(settings, service, ingest, metrics, readiness, loads, tokenizer),
+        lifespan=lambda _app: _lifespan(
+            settings, service, ingest, metrics, readiness, loads, tokenizer, snapshots
+        ),
     )
     wiring = Wiring(settings, service, metrics, clock, readiness.missing, router, tokenizer)
     attach(app, wiring)
@@ -130,6 +137,23 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
     problems.install(app)
     document.install(app)
     return app
+
+
+def _snapshots(
+    settings: Settings, service: IndexerService, index: PrefixIndex, specs: list[PodSpec]
+) -> SnapshotKeeper | None:
+    path = settings.snapshot_path
+    if path is None:
+        return None
+    if path.is_dir() or not path.parent.is_dir():
+        raise InvalidSettings(f"snapshot_path={str(path)!r}: must be a file in a folder that is there")
+    return SnapshotKeeper(
+        service,
+        index,
+        path,
+        configured=frozenset(spec.name for spec in specs),
+        interval_s=settings.snapshot_interval_s,
+    )
 
 
 def _configured_pods(settings: Settings) -> list[PodSpec]:
@@ -174,7 +198,12 @@ async def _lifespan(
     readiness: Readiness,
     loads: Loads,
     tokenizer: Tokenizer,
+    snapshots: SnapshotKeeper | None,
 ) -> AsyncIterator[None]:
+    if snapshots is not None:
+        for spec in await snapshots.restore():
+            readiness.wait_for(spec)
+        snapshots.start()
     ingest.start()
     loads.start()
     readiness.begin()
@@ -188,6 +217,8 @@ async def _lifespan(
         await loads.stop()
         await tokenizer.close()
         ingest.stop()
+        if snapshots is not None:
+            await snapshots.stop(settings.snapshot_grace_s)
 
 
 async def _tick(service: IndexerService, metrics: Metrics, interval_s: float) -> None:

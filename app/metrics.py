@@ -111,6 +111,11 @@ _PART_GAUGES = {
         "cache_bytes": "Bytes of those",
     },
     "loads": {"known": "Pods whose load was read lately"},
+    "snapshot": {
+        "saved_at_seconds": "Unix time of the last snapshot written",
+        "saved_bytes": "Its bytes on disk",
+        "restored_blocks": "Blocks that the snapshot at the start brought",
+    },
 }
 _PART_COUNTERS = {
     "tokenizer": {
@@ -126,6 +131,11 @@ _PART_COUNTERS = {
     "loads": {
         "polls": "Times that a pod was asked for its load",
         "failures": "Those of them without an answer that can be used",
+    },
+    "snapshot": {
+        "saved": "Snapshots written",
+        "failed": "Snapshots that could not be written",
+        "refused": "Files that were damaged or foreign",
     },
     "route": {
         "choices_longest_prefix": "Choices by the longest prefix",

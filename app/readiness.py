@@ -36,6 +36,11 @@ class Readiness:
         self._grace_s = grace_s
         self._began_s: float | None = None
 
+    def wait_for(self, spec: PodSpec) -> None:
+        """One more that is as good as configured: it was followed when the last process ended."""
+        if spec.zmq_endpoint is not None:
+            self._waiting |= {(spec.name, rank) for rank in range(spec.dp_size)}
+
     def begin(self) -> None:
         """The process has started: the time of grace runs."""
         self._began_s = self._clock()

@@ -146,6 +146,7 @@ class Registry:
         if heard_s_ago is not None:
             self.hear(source)
             source.last_event_at_s = self._clock() - heard_s_ago
+        self._publish(source)
 
     def reset_silent(self, count_max: int) -> None:
         """Resets up to `count_max` of the HTTP sources that are silent past their deadline. O(those)."""

@@ -16,6 +16,7 @@ begins anew, as for every counter of a process.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from collections.abc import Callable
 import msgspec
 
 from app import hashing
-from app.errors import IndexerError
+from app.errors import IndexerError, LimitExceeded
 from app.events import Tier
 from app.index.interface import Index
 from app.index.prefix_index import TICK_MS, SlotInfo
@@ -163,7 +164,6 @@ def adopt(
     configured: frozenset[str],
     at_s: float,
     now: int,
-    clock: Callable[[], float],
 ) -> Adoption:
     """Registers pods, sources and contexts of a snapshot. A clock that went back counts as no time."""
     elapsed_s = max(0.0, at_s - state.at_s)
@@ -178,7 +178,9 @@ def adopt(
             continue
         if is_new:
             specs.append(saved.spec)
-        adopted += [(known, registry.source(pod.spec.name, known.dp_rank)) for known in saved.sources]
+        for known in saved.sources:
+            with contextlib.suppress(LimitExceeded):  # dp_ranks_max is smaller than it was
+                adopted.append((known, registry.source(pod.spec.name, known.dp_rank)))
     adopted.sort(key=lambda pair: -(pair[0].heard_s_ago or 0.0))
     for known, source in adopted:
         _restore_source(registry, source, known, elapsed_s)
@@ -199,8 +201,10 @@ def _pod(registry: Registry, saved: SavedPod, configured: frozenset[str]) -> Pod
     name = saved.spec.name
     known = registry.pods.get(name)
     if known is not None:
-        free = {"dp_size": saved.spec.dp_size, "metrics_url": saved.spec.metrics_url}
-        if dataclasses.replace(known.spec, **free) == saved.spec:
+        as_saved = dataclasses.replace(
+            known.spec, dp_size=saved.spec.dp_size, metrics_url=saved.spec.metrics_url
+        )
+        if as_saved == saved.spec:
             return known
         logger.warning("pod %s starts empty: its configuration is another than when it was saved", name)
         return None

@@ -602,6 +602,7 @@ class StatsResponse(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     uptime_s: float
+    digest: str = Field(description="Of who holds which prefix on which tier, whatever the order it came in.")
     pods: int
     sources: dict[str, int] = Field(description="Ranks by state.")
     events: dict[str, int] = Field(description="Events applied, by type, of the pods that are registered.")

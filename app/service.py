@@ -180,7 +180,8 @@ class IndexerService:
     ) -> BatchResult:
         """The next batch of a stream whose order and completeness the caller vouches for.
 
-        `digest` is any hash of what was received that is the same in every process. Raises UnknownPod, and LimitExceeded for a rank past `dp_ranks_max`.
+        `digest` is any hash of what was received that is the same in every process. Raises UnknownPod, and
+        LimitExceeded for a rank past `dp_ranks_max`.
         """
         return self._batches.apply(pod, dp_rank, batch, seq=seq, digest=digest)
 
@@ -296,15 +297,7 @@ class IndexerService:
         For a service that holds nothing yet.
         """
         self._ticks_ahead = ticks(self._settings.ttl_s) or NEVER_TICKS
-        return adopt(
-            self._registry,
-            self._index,
-            state,
-            configured=configured,
-            at_s=at_s,
-            now=self._now(),
-            clock=self._clock,
-        )
+        return adopt(self._registry, self._index, state, configured=configured, at_s=at_s, now=self._now())
 
     # -- time and figures
 

@@ -63,7 +63,12 @@ class Ledger:
         assert threading.get_ident() == self.thread, "the writer is called on the loop's thread"
         return self.sources.setdefault((pod, dp_rank), Entry())
 
-    def apply(self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None) -> None:
+    def position(self, pod: str, dp_rank: int) -> None:
+        return None
+
+    def apply(
+        self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None, digest: int | None = None
+    ) -> None:
         if pod in self.refused_pods:
             raise UnknownPod(pod)
         entry = self.entry(pod, dp_rank)

@@ -1,0 +1,207 @@
+"""Writes the picture to its file from time to time and at the end, and brings it back at the start.
+
+Writing is a task on the event loop: a slice of about a millisecond there, its compression and the disk in a
+thread, the next slice. Matches and events go on between; what changes behind the walk is written again at the end.
+The last step, what changed since and the state, is one call on the loop, so the file is the index of that instant.
+
+A snapshot that fails leaves the ones before as they are, is logged with its cause and counted. Restoring happens
+before anything is served or followed. The newest file that is whole is taken; a damaged or foreign one is refused
+with its reason in the log, and the one before it is tried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from app.errors import SnapshotRefused
+from app.index.prefix_index import PrefixIndex
+from app.pods import PodSpec
+from app.saved_state import Adoption
+from app.service import IndexerService
+from app.snapshots.file import SnapshotReader, SnapshotWriter, previous_of
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+NAMES_PER_SLICE = 8_192
+CHANGE_ROUNDS_MAX = 10_000  # then the rest is written at one go: changes come faster than they are written
+
+
+class SnapshotKeeper:
+    """Of one service and its index. `wall` gives Unix time."""
+
+    def __init__(
+        self,
+        service: IndexerService,
+        index: PrefixIndex,
+        path: Path,
+        *,
+        configured: frozenset[str],
+        interval_s: float,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._service = service
+        self._index = index
+        self._path = path
+        self._configured = configured
+        self._interval_s = interval_s
+        self._wall = wall
+        self._task: asyncio.Task[None] | None = None
+        self._figures = {"saved_at_seconds": 0, "saved_bytes": 0, "restored_blocks": 0}
+        self._counts = {"saved": 0, "failed": 0, "refused": 0}
+
+    def gauges(self) -> Mapping[str, int]:
+        return self._figures
+
+    def counters(self) -> Mapping[str, int]:
+        return self._counts
+
+    # -- the start
+
+    async def restore(self) -> tuple[PodSpec, ...]:
+        """Takes the newest file that is whole, if any; returns the pods that are registered because of it."""
+        for path in (self._path, previous_of(self._path)):
+            if not path.exists():
+                continue
+            try:
+                reader = await asyncio.to_thread(SnapshotReader, path)
+            except SnapshotRefused as error:
+                self._counts["refused"] += 1
+                logger.error("snapshot refused: %s", error)
+                continue
+            return await self._restore(reader, path)
+        return ()
+
+    async def _restore(self, reader: SnapshotReader, path: Path) -> tuple[PodSpec, ...]:
+        began_s = time.monotonic()
+        state = reader.state
+        adoption = self._service.adopt(state, configured=self._configured, at_s=self._wall())
+        try:
+            await self._read_frames(reader, adoption)
+        except SnapshotRefused as error:  # it was whole a moment ago: what came of it is half a picture
+            self._counts["refused"] += 1
+            logger.error("snapshot given up: %s", error)
+            for pod in self._service.pods.values():
+                for dp_rank in pod.sources:
+                    self._service.reset_source(pod.spec.name, dp_rank, restarted=False)
+        blocks = self._figures["restored_blocks"] = sum(slot.blocks for slot in self._index.slots())
+        digest = self._service.stats()["digest"]
+        logger.info(
+            "restored %d blocks of %d pods from %s, %.0f s old, in %.1f s; digest %s, saved as %s; %d pods left out",
+            blocks,
+            len(state.pods) - adoption.left_out,
+            path,
+            self._wall() - state.at_s,
+            time.monotonic() - began_s,
+            digest,
+            state.digest,
+            adoption.left_out,
+        )
+        return adoption.specs
+
+    async def _read_frames(self, reader: SnapshotReader, adoption: Adoption) -> None:
+        importing = self._index.start_import(
+            saved_at=adoption.saved_at, elapsed=adoption.elapsed, now=adoption.now
+        )
+        for slot, context, source in adoption.places:
+            importing.slot(slot, context=context, source=source)
+        frames = reader.frames()
+        waiting = asyncio.create_task(asyncio.to_thread(_next, frames))
+        while (frame := await waiting) is not None:
+            waiting = asyncio.create_task(asyncio.to_thread(_next, frames))
+            if not importing.frame(frame):
+                raise SnapshotRefused(f"a frame of {reader.state.at_s} has a right checksum and no meaning")
+
+    # -- while it runs, and the end
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._keep(), name="snapshots")
+
+    async def stop(self, grace_s: float) -> None:
+        """The last snapshot; past the time of grace the one before stays. Nothing may be applied any more."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        self._task = None
+        try:
+            async with asyncio.timeout(grace_s):
+                await self.save()
+        except TimeoutError:
+            self._counts["failed"] += 1
+            logger.error("the last snapshot took longer than %g s: the one before stays", grace_s)
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            try:
+                await self.save()
+            except Exception:  # the outermost loop of this task: it must outlive a fault of ours, and say so
+                self._counts["failed"] += 1
+                logger.exception("a snapshot failed")
+
+    async def save(self) -> bool:
+        """False when it failed: that is logged and counted."""
+        began_s = time.monotonic()
+        try:
+            size = await self._save()
+        except OSError as error:
+            self._counts["failed"] += 1
+            logger.error("no snapshot in %s: %s", self._path, error.strerror or error)
+            return False
+        self._counts["saved"] += 1
+        self._figures["saved_at_seconds"] = int(self._wall())
+        self._figures["saved_bytes"] = size
+        logger.info("snapshot: %d bytes in %.2f s", size, time.monotonic() - began_s)
+        return True
+
+    async def _save(self) -> int:
+        writer = SnapshotWriter(self._path)
+        writing = self._index.start_export()
+        try:
+            done = False
+            while not done:
+                frame, done = writing.names(NAMES_PER_SLICE)
+                await _in_thread(writer.add, frame)
+            left = NAMES_PER_SLICE
+            for _ in range(CHANGE_ROUNDS_MAX):
+                frame, left = writing.changes(NAMES_PER_SLICE)
+                await _in_thread(writer.add, frame)
+                if left < NAMES_PER_SLICE:
+                    break
+            # No await from here to the state: what is written is of one instant.
+            frames = []
+            left = 1
+            while left:
+                frame, left = writing.changes(NAMES_PER_SLICE)
+                frames.append(frame)
+            state = self._service.describe(configured=self._configured, at_s=self._wall())
+            for frame in frames:
+                await _in_thread(writer.add, frame)
+            return await _in_thread(writer.finish, state)
+        finally:
+            writer.discard()
+            writing.close()
+
+
+async def _in_thread(call: Callable[[T], R], argument: T) -> R:
+    """Cancelled, it waits for the thread all the same: nobody else may touch the file before."""
+    running = asyncio.ensure_future(asyncio.to_thread(call, argument))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+def _next(frames: Iterator[bytes]) -> bytes | None:
+    return next(frames, None)

@@ -24,7 +24,7 @@ class DigestRing:
 
     def clear(self) -> None:
         self._seqs = array("Q", [_NO_SEQ]) * self._size
-        self._digests = array("q", [0]) * self._size
+        self._digests = array("Q", [0]) * self._size
 
     def get(self, seq: int) -> int | None:
         place = seq % self._size

@@ -94,7 +94,7 @@ def test_the_index_of_the_last_instant(
     waiting: Iterator[Any] = iter(meanwhile)
 
     def change() -> None:
-        batch = next(waiting, [])
+        batch: Any = next(waiting, [])
         if batch == "sweep":
             while not index.sweep(0, 10).idle:
                 pass

@@ -1,0 +1,173 @@
+"""Snapshots of a service in this process: changes while one is written, what cannot be written, time that passes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from app.config import Settings
+from app.index.prefix_index import PrefixIndex
+from app.pods import PodSpec, SourceState
+from app.service import IndexerService, MatchQuery, index_limits
+from app.snapshots.file import SnapshotReader
+from app.snapshots.keeper import SnapshotKeeper
+from tests.test_service import Clock, batch, stored, tokens, uint64s
+
+
+class Bench:
+    """A service with its keeper; `restarted` is the next process, some seconds later."""
+
+    def __init__(self, path: Path, at_s: float = 1_000_000.0) -> None:
+        self.path = path
+        self.clock = Clock()
+        self.at_s = at_s
+        settings = Settings(ttl_s=100.0)
+        self.index = PrefixIndex(index_limits(settings))
+        self.service = IndexerService(settings, self.index, clock=self.clock)
+        self.keeper = SnapshotKeeper(
+            self.service,
+            self.index,
+            path,
+            configured=frozenset(),
+            interval_s=3_600,
+            wall=lambda: self.at_s,
+        )
+
+    def restarted(self, later_s: float) -> Bench:
+        fresh = Bench(self.path, self.at_s + later_s)
+        asyncio.run(fresh.keeper.restore())
+        return fresh
+
+    def post(self, first: int, count: int, *, seq: int | None, pod: str = "pod-a") -> None:
+        self.service.post(
+            pod, batch(stored(first, count)), model="m", dp_rank=0, seq=seq, lora=None, digest=7
+        )
+
+    def depths(self, count: int) -> dict[str, int]:
+        result = self.service.match(MatchQuery(model="m", token_ids=tokens(count * 4)))
+        return {row.pod: row.matched_blocks for row in result.matches}
+
+
+def test_changes_while_it_is_written(tmp_path: Path) -> None:
+    """100,000 names beside a task that stores and removes: what is on disk is the index when it was finished."""
+    bench = Bench(tmp_path / "snapshot")
+    source = bench.service.register(PodSpec("pod-a", "m")).sources[0].index_id
+    context = bench.index.context("m", None, 4, 0)
+    changes = 0
+
+    def store(first: int, last: int) -> None:
+        bench.index.store_prefixes(
+            source,
+            context,
+            tier=0,
+            group=0,
+            engine_hashes=uint64s(*range(first, last)),
+            prefix_hashes=uint64s(*(name * 0x9E3779B97F4A7C15 % 2**64 for name in range(first, last))),
+            copies=None,
+            now=0,
+        )
+
+    async def change() -> None:
+        nonlocal changes
+        while True:
+            await asyncio.sleep(0)
+            changes += 1
+            store(200_000 + changes * 10, 200_000 + changes * 10 + 10)
+            gone = uint64s(*range(1 + changes * 5, 1 + changes * 5 + 5))
+            bench.index.remove(source, tier=0, group=0, engine_hashes=gone, now=0)
+
+    async def save() -> None:
+        changing = asyncio.create_task(change())
+        assert await bench.keeper.save()
+        changing.cancel()
+
+    store(1, 100_001)
+    asyncio.run(save())
+    assert changes > 10
+    fresh = bench.restarted(0)
+    saved = SnapshotReader(bench.path).state
+    assert fresh.service.stats()["digest"] == saved.digest
+    assert fresh.index.stats().engine_keys == sum(row[5] for row in saved.slots)
+
+
+def test_ages_and_the_time_between(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "snapshot")
+    bench.post(0, 2, seq=0)
+    bench.clock.seconds += 60
+    bench.post(2, 1, seq=1)
+    asyncio.run(bench.keeper.save())
+    assert bench.restarted(39).depths(3) == {"pod-a": 3}
+    assert bench.restarted(41).depths(3) == {}  # the first blocks are older than the ttl
+    later = bench.restarted(39)
+    later.clock.seconds += 2
+    assert later.depths(3) == {}
+    back = bench.restarted(-5_000)  # a wall clock that was set back counts as no time
+    assert back.depths(3) == {"pod-a": 3}
+
+
+def test_silence_goes_on(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "snapshot")
+    bench.post(0, 1, seq=0)
+    asyncio.run(bench.keeper.save())
+    fresh = bench.restarted(30)
+    source = fresh.service.pod("pod-a").sources[0]
+    assert source.last_event_at_s == fresh.clock.seconds - 30
+    fresh.clock.seconds += Settings().http_silence_deadline_s - 29
+    fresh.service.tick()
+    assert source.state is SourceState.DOWN
+
+
+def test_orphans_are_a_loss(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "snapshot")
+    bench.post(0, 1, seq=0)
+    bench.post(5, 1, seq=1)
+    asyncio.run(bench.keeper.save())
+    source = bench.restarted(1).service.pod("pod-a").sources[0]
+    assert (source.state, source.last_seq) == (SourceState.DEGRADED, 1)
+    assert "waited for their parent" in source.cause
+
+
+def test_what_cannot_be_written(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    bench = Bench(folder / "snapshot")
+    bench.post(0, 1, seq=0)
+    folder.rmdir()
+    assert asyncio.run(bench.keeper.save()) is False
+    assert bench.keeper.counters()["failed"] == 1
+    folder.mkdir()
+    assert asyncio.run(bench.keeper.save()) is True
+    assert bench.restarted(0).depths(1) == {"pod-a": 1}
+
+
+def test_the_last_snapshot_has_its_time(tmp_path: Path) -> None:
+    """With none at all the one before stays, and nothing else lies about."""
+    bench = Bench(tmp_path / "snapshot")
+    bench.post(0, 1, seq=0)
+
+    async def end(grace_s: float) -> None:
+        bench.keeper.start()
+        await bench.keeper.stop(grace_s)
+
+    asyncio.run(end(60))
+    bench.post(1, 1, seq=1)
+    asyncio.run(end(0))
+    assert bench.keeper.counters() == {"saved": 1, "failed": 1, "refused": 0}
+    assert [file.name for file in tmp_path.iterdir()] == ["snapshot"]
+    assert bench.restarted(0).depths(2) == {"pod-a": 1}
+
+
+def test_nothing_there_is_nothing_restored(tmp_path: Path) -> None:
+    assert Bench(tmp_path / "snapshot").restarted(0).service.pods == {}
+
+
+def test_copies_come_back(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "snapshot")
+    bench.post(0, 1, seq=0)
+    bench.post(0, 1, seq=1)
+    asyncio.run(bench.keeper.save())
+    fresh = bench.restarted(0)
+    source = fresh.service.pod("pod-a").sources[0].index_id
+    for left in (1, 0):
+        fresh.index.remove(source, tier=0, group=0, engine_hashes=uint64s(100), now=1_000)
+        assert fresh.service.blocks_by_tier("pod-a", 0)["gpu"] == left

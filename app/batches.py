@@ -140,7 +140,9 @@ class Batches:
             self._registry.lose(source, f"batches {source.last_seq + 1} to {seq - 1} never came")
         if incomplete:
             self._registry.lose(source, "its sender says that the picture is not whole")
-        if seq == 0 and sifted.events:  # a dump ends with a number and no event, and the engine's own may follow
+        if (
+            seq == 0 and sifted.events
+        ):  # a dump ends with a number and no event, and the engine's own may follow
             source.first_digest = digest
         return self._apply(source, sifted, seq, lora)
 

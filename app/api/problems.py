@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from app.errors import (
     BatchRejected,
@@ -112,13 +113,21 @@ async def _validation_error(_request: Request, error: Exception) -> JSONResponse
     return problem(422, "invalid-input", sentence(faults), faults=faults)
 
 
-async def _http_error(_request: Request, error: Exception) -> JSONResponse:
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     phrase = http.HTTPStatus(error.status_code).phrase
     detail = str(error.detail)
     headers = dict(error.headers) if error.headers else None
+    if error.status_code == http.HTTPStatus.METHOD_NOT_ALLOWED:
+        headers = {"Allow": ", ".join(_methods(request))}
     slug = phrase.lower().replace(" ", "-")
     return problem(error.status_code, slug, detail, faults=[("", detail)], headers=headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """All methods of the path: each of them is a route of its own, and the framework names the first one's."""
+    fitting = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in fitting for method in getattr(route, "methods", None) or ()})
 
 
 async def _sender_left(_request: Request, _error: Exception) -> Response:

@@ -2,7 +2,10 @@
 
 Sifting changes nothing, so that a batch of which nothing can be used can be refused as a whole. It finds what
 the codec cannot know: on the GPU tier every block of a source has one size, the declared one or that of its
-first event. Offload tiers are free of that: LMCache stores chunks of 256 tokens beside engine blocks of 16.
+first event. Offload tiers have a size of their own: LMCache stores chunks of 256 tokens beside engine blocks of
+16. The unfinished end of a prompt it publishes as a smaller chunk, with its length for a block size; no longer
+prompt ever finds that one, so a tier's size is the largest that its source has shown, and smaller ones are
+ignored. Each would otherwise be a context of its own, asked by every query.
 
 Batches come in two ways. `post` is for whoever speaks by HTTP: it registers the pod, leaves out batches that
 were seen, notices gaps, and refuses a batch of which nothing can be used. `apply` is for a stream whose order
@@ -13,7 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeGuard
 
 from app.config import Settings
 from app.errors import BatchRejected, InvalidInput
@@ -29,6 +33,7 @@ class BatchResult:
     """What a batch did. `orphans` are blocks of it that wait for their parent."""
 
     accepted: int = 0
+    ignored: int = 0  # of the accepted: they say nothing about a reusable prefix
     stored_blocks: int = 0
     removed_blocks: int = 0
     orphans: int = 0
@@ -38,12 +43,13 @@ class BatchResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sifted:
-    """The events that can be applied, those that the codec or `sift` rejected, and the size learned."""
+    """The events that can be applied, those that the codec or `sift` rejected, and the sizes learned."""
 
     events: tuple[Event, ...]
     rejected: tuple[RejectedEvent, ...]
     ignored: int
     block_size: int | None
+    chunk_sizes: Mapping[Tier, int]
 
     @property
     def is_useless(self) -> bool:
@@ -51,32 +57,38 @@ class Sifted:
         return bool(self.rejected) and not self.events and not self.ignored
 
 
-def sift(batch: EventBatch, block_size: int | None) -> Sifted:
-    """`block_size` is the one of the source's GPU tier; None when it is not known yet."""
+def sift(batch: EventBatch, block_size: int | None, chunk_sizes: Mapping[Tier, int]) -> Sifted:
+    """`block_size` is the one of the source's GPU tier, None when it is not known yet; `chunk_sizes` are those of
+    its other tiers, as far as they are known."""
+    stores = [event for event in batch.events if _tells_size(event)]
+    if block_size is None:
+        block_size = next((event.block_size for event in stores if event.tier is Tier.GPU), None)
+    chunk_sizes = dict(chunk_sizes)
+    for stored in stores:
+        if stored.tier is not Tier.GPU and stored.block_size % (block_size or 1) == 0:
+            chunk_sizes[stored.tier] = max(stored.block_size, chunk_sizes.get(stored.tier, 0))
     events: list[Event] = []
     rejected = list(batch.rejected)
     for position, event in zip(batch.positions, batch.events, strict=True):
-        size = _gpu_block_size(event)
-        if size is not None:
-            if block_size is None:
-                block_size = size
-            if size != block_size:
+        if _tells_size(event):
+            if event.tier is not Tier.GPU and event.block_size != chunk_sizes.get(event.tier):
+                continue
+            if event.tier is Tier.GPU and event.block_size != block_size:
                 detail = (
-                    f"block_size {size} does not match {block_size}, "
+                    f"block_size {event.block_size} does not match {block_size}, "
                     "which was declared for this source or came first"
                 )
                 rejected.append(RejectedEvent(index=position, reason="block_size", detail=detail))
                 continue
         events.append(event)
+    ignored = batch.ignored + len(batch.events) + len(batch.rejected) - len(events) - len(rejected)
     rejected.sort(key=lambda event: event.index)
-    return Sifted(tuple(events), tuple(rejected), batch.ignored, block_size)
+    return Sifted(tuple(events), tuple(rejected), ignored, block_size, chunk_sizes)
 
 
-def _gpu_block_size(event: Event) -> int | None:
-    """The block size that an event gives for the GPU tier; a placeholder has none."""
-    if isinstance(event, PrefixesStored) or (isinstance(event, BlockStored) and event.token_ids):
-        return event.block_size if event.tier is Tier.GPU else None
-    return None
+def _tells_size(event: Event) -> TypeGuard[BlockStored | PrefixesStored]:
+    """It says what its blocks are, and so how long; a placeholder does not."""
+    return isinstance(event, PrefixesStored) or (isinstance(event, BlockStored) and bool(event.token_ids))
 
 
 @dataclasses.dataclass(slots=True)
@@ -125,7 +137,10 @@ class Batches:
             source.duplicates += 1
             return BatchResult(duplicate=True)
         declared = known.spec.block_size if known is not None else None
-        sifted = sift(batch, declared if source is None or restarted else source.block_size)
+        if source is None or restarted:
+            sifted = sift(batch, declared, {})
+        else:
+            sifted = sift(batch, source.block_size, source.chunk_sizes)
         if sifted.is_useless:
             self._count_rejected(source, sifted.rejected)
             raise BatchRejected(sifted.rejected)
@@ -149,11 +164,12 @@ class Batches:
     def apply(self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None) -> BatchResult:
         """See IndexerService.apply."""
         source = self._registry.source(pod, dp_rank)
-        return self._apply(source, sift(batch, source.block_size), seq, None)
+        return self._apply(source, sift(batch, source.block_size, source.chunk_sizes), seq, None)
 
     def _apply(self, source: Source, sifted: Sifted, seq: int | None, lora: str | None) -> BatchResult:
         self._registry.welcome_back(source)
         source.block_size = sifted.block_size
+        self._learn_chunk_sizes(source, sifted.chunk_sizes)
         tally = self._apply_events(source, sifted.events, lora)
         source.batches += 1
         source.ignored += sifted.ignored
@@ -166,6 +182,7 @@ class Batches:
         waiting = self._index.orphan_blocks(source.index_id) if tally.orphan_blocks else 0
         result = BatchResult(
             accepted=len(sifted.events) + sifted.ignored,
+            ignored=sifted.ignored,
             stored_blocks=tally.stored_blocks,
             removed_blocks=tally.removed_blocks,
             orphans=min(tally.orphan_blocks, waiting),
@@ -187,6 +204,16 @@ class Batches:
             orphans=result.orphans,
             rejected=len(result.rejected),
         )
+
+    def _learn_chunk_sizes(self, source: Source, chunk_sizes: Mapping[Tier, int]) -> None:
+        """What was stored while a smaller size passed for the tier's was an unfinished end."""
+        for tier, size in chunk_sizes.items():
+            before = source.chunk_sizes.get(tier, size)
+            source.chunk_sizes[tier] = size
+            if before != size:
+                for context in self._index.contexts():
+                    if context.block_size == before:
+                        self._index.clear(source.index_id, tier=tier, context=context.id)
 
     def _apply_events(self, source: Source, events: tuple[Event, ...], lora: str | None) -> _Tally:
         spec = self._registry.find(source.pod).spec

@@ -115,9 +115,11 @@ class ClearedEvent(BaseModel):
 class EventsFields(Body):
     """What is said of a batch beside its events."""
 
-    pod: Name
+    pod: Name | None = Field(
+        description="Null: every pod of `model`, for removals only, where pods agree on their engine hashes."
+    )
     dp_rank: DpRank = 0
-    model: Name | None = Field(None, description="Needed when the pod is not registered yet.")
+    model: Name | None = Field(None, description="Needed when the pod is not registered yet, or is null.")
     lora: Adapter | None = Field(None, description="Adapter of every event that names none.")
     seq: int | None = Field(
         None,
@@ -210,6 +212,14 @@ class MatchFields(PromptFields):
         None, description="Only these pods (those that are ready to serve)."
     )
     include_hashes: bool = Field(False, description="Answer the prompt's prefix hashes too.")
+
+
+class OctetsFields(MatchFields):
+    """The query parameters of a raw body."""
+
+    hashes: bool = Field(
+        False, description="The raw body is prefix hashes, as little-endian uint64, and not token ids."
+    )
 
 
 class MatchRequest(MatchFields):
@@ -334,6 +344,7 @@ class RankResponse(Body):
 
     dp_rank: int
     state: StateLabel
+    cause: str = Field(description="Why it is in this state, as last told; empty while nothing was.")
     last_seq: int | None = Field(description="Newest sequence number that a match already sees.")
     last_event_age_s: float | None
     blocks: dict[str, int] = Field(description="Blocks held, by tier.")

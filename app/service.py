@@ -19,18 +19,19 @@ from app.batches import Batches, BatchResult
 from app.config import Settings
 from app.dumps import Dumps
 from app.errors import InvalidInput
-from app.events import EventBatch, Tier
+from app.events import BlockRemoved, EventBatch, Tier
 from app.index.interface import Index, ticks
 from app.index.prefix_index import TICK_MS, IndexLimits
 from app.live import LiveFeed
 from app.pods import Pod, PodSpec, SourceState
-from app.queries import MatchQuery, MatchResult, Queries
+from app.queries import JsonAnswer, MatchQuery, MatchResult, Queries
 from app.registry import PodListener, Registry
 from app.scoring import TIER_LABELS, MatchRow
 
 __all__ = [
     "BatchResult",
     "IndexerService",
+    "JsonAnswer",
     "MatchQuery",
     "MatchResult",
     "MatchRow",
@@ -177,8 +178,8 @@ class IndexerService:
         """
         return self._batches.apply(pod, dp_rank, batch, seq=seq)
 
-    def remove_everywhere(self, model: str, lora: str | None, engine_hashes: bytes) -> int:
-        """Removal without a source: one GPU copy of each block leaves every pod of the model that names it.
+    def remove_everywhere(self, model: str, lora: str | None, event: BlockRemoved) -> int:
+        """Removal without a source: one copy of each block leaves every pod of the model that names it.
 
         Pods that serve another adapter than `lora` only are left alone. Returns the copies removed. Only
         right where pods agree on their engine hashes. O(sources of the model).
@@ -189,7 +190,11 @@ class IndexerService:
                 continue
             for source in pod.sources.values():
                 copies = self._index.remove(
-                    source.index_id, tier=Tier.GPU, group=0, engine_hashes=engine_hashes, now=self._now()
+                    source.index_id,
+                    tier=event.tier,
+                    group=event.group,
+                    engine_hashes=event.block_hashes,
+                    now=self._now(),
                 ).removed_blocks
                 source.removed_blocks += copies
                 removed += copies
@@ -226,6 +231,10 @@ class IndexerService:
     def match(self, query: MatchQuery) -> MatchResult:
         """Raises InvalidInput for buffers that do not fit."""
         return self._queries.match(query)
+
+    def match_json(self, query: MatchQuery) -> JsonAnswer:
+        """`match` as the text of the HTTP contract, for queries without `include_hashes`."""
+        return self._queries.match_json(query)
 
     def prefix_hashes(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -29,6 +30,7 @@ def run(settings: Settings) -> bool:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    _allow_descriptors()
     app = create_app(settings)
     # Bound before the server starts: the fault is one sentence, and a free port is known when it is printed.
     listener = _listen(settings.host, settings.port)
@@ -76,6 +78,12 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._on_end()
         await super().shutdown(sockets)
+
+
+def _allow_descriptors() -> None:
+    """As many as the system lets us have: the usual soft bound of 1,024 ends at some 300 followed ranks."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -22,7 +22,11 @@ PROBLEMS: dict[str, Any] = {
     "description": "A problem.",
     "content": {PROBLEM: {"schema": {"$ref": _REFERENCE.format(model="Problem")}}},
 }
-_OCTET_SCHEMA = {"type": "string", "format": "binary", "description": "Token ids as little-endian uint32."}
+_OCTET_SCHEMA = {
+    "type": "string",
+    "format": "binary",
+    "description": "Token ids as little-endian uint32, or with `hashes=true` prefix hashes as uint64.",
+}
 _PAYLOAD_SCHEMA = {"type": "string", "format": "binary", "description": "The payload frame of an engine."}
 
 

@@ -11,7 +11,7 @@ from app.api.document import described
 from app.api.wiring import Wiring, wiring_of
 from app.errors import InvalidInput
 from app.extra_keys import query_extra_keys
-from app.schemas import MatchFields, MatchRequest, MatchResponse
+from app.schemas import PODS_ASKED_MAX, MatchFields, MatchRequest, MatchResponse, OctetsFields
 from app.service import MatchQuery, MatchResult, MatchRow
 
 router = APIRouter(prefix="/v1", tags=["match"])
@@ -21,12 +21,12 @@ HASHES_ALONE = "prefix_hashes have salts and extra keys in them already: send no
 _ARRAYS = ("token_ids", "prefix_hashes", "extra_keys")
 
 
-@router.post("/match", **described(MatchResponse, body=MatchRequest, query=MatchFields, octets=True))
+@router.post("/match", **described(MatchResponse, body=MatchRequest, query=OctetsFields, octets=True))
 async def match(request: Request) -> Response:
     """How much of a prompt each pod holds, best first.
 
     As `application/octet-stream` the body is the token ids alone, as little-endian uint32, and the other
-    fields are query parameters.
+    fields are query parameters; with `hashes=true` it is the prefix hashes, as little-endian uint64.
     """
     wiring = wiring_of(request)
     notation = bodies.content_type(request, bodies.JSON, bodies.MSGPACK, bodies.OCTETS)
@@ -42,13 +42,18 @@ async def match(request: Request) -> Response:
 
 
 def _octets_query(request: Request, wiring: Wiring, body: bytes) -> MatchQuery:
-    fields = bodies.validate_query(MatchFields, request, lists=("pods",))
-    return _query(fields, token_ids=bodies.octet_token_ids(body, wiring.settings.tokens_max))
+    fields = bodies.validate_query(OctetsFields, request, lists=("pods",))
+    if not fields.hashes:
+        return _query(fields, token_ids=bodies.octet_token_ids(body, wiring.settings.tokens_max))
+    if fields.cache_salt:
+        raise InvalidInput(HASHES_ALONE, field="cache_salt")
+    hashes = bodies.octet_hashes(body, wiring.settings.tokens_max)
+    return _query(fields, token_ids=None, prefix_hashes=hashes)
 
 
 def _fields_query(wiring: Wiring, body: bytes, notation: str) -> MatchQuery:
     raw = bodies.cut_fields(body, notation)
-    fields = bodies.validate(MatchFields, raw, notation, beside=_ARRAYS)
+    fields = bodies.validate(MatchFields, raw, notation, beside=_ARRAYS, lists={"pods": PODS_ASKED_MAX})
     token_ids = bodies.token_ids(raw, notation, wiring.settings.tokens_max)
     hashes = bodies.prefix_hashes(raw, notation, wiring.settings.tokens_max)
     extra_keys = bodies.extra_keys(raw, notation)

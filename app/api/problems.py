@@ -86,6 +86,12 @@ def place(location: Sequence[int | str]) -> str:
 
 
 async def _indexer_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, IndexerError)
+    return problem_of(error)
+
+
+def problem_of(error: IndexerError) -> JSONResponse:
+    """Raises `error` again when it is none that a sender can cause."""
     row = next((row for row in STATUSES if isinstance(error, row[0])), None)
     if row is None:
         raise error
@@ -136,6 +142,10 @@ async def _sender_left(_request: Request, _error: Exception) -> Response:
 
 
 async def _our_fault(_request: Request, _error: Exception) -> JSONResponse:
+    return fault_of_ours()
+
+
+def fault_of_ours() -> JSONResponse:
     detail = "a fault of the indexer; its log says which"
     return problem(500, "internal", detail, faults=[("", detail)])
 

@@ -33,6 +33,44 @@ def test_batch_is_seen_by_the_next_match(indexer: Indexer) -> None:
     assert indexer.depths(TOKENS) == {"pod-a": 3}
 
 
+def test_removal_from_every_pod(indexer: Indexer) -> None:
+    for pod, model in (("pod-a", "m"), ("pod-b", "m"), ("pod-c", "n")):
+        indexer.events(stored([1, 2, 3], TOKENS[:12]), pod=pod, model=model)
+    body = {"pod": None, "model": "m", "events": [removed(3), removed(2, 9)]}
+    response = indexer.post("/v1/events", body)
+    assert response.status_code == 200, response.text
+    EventsResponse.model_validate(response.json(), strict=True)
+    assert (response.json()["accepted"], response.json()["removed_blocks"]) == (2, 4)
+    assert indexer.depths(TOKENS) == {"pod-a": 1, "pod-b": 1}
+    assert indexer.depths(TOKENS, model="n") == {"pod-c": 3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"model": None}, "model"),
+        ({"seq": 3}, "seq"),
+        ({"dp_rank": 0}, "dp_rank"),
+        ({"events": [removed(1), stored([9], TOKENS[:4])]}, "events"),
+        ({"events": [removed(1), CLEARED]}, "events"),
+        ({"events": [removed(1), {"type": "BlockRemoved"}]}, "events[1]"),
+    ],
+)
+def test_batch_for_every_pod_that_cannot_be(indexer: Indexer, fields: Any, place: str) -> None:
+    indexer.events(stored([1, 2], TOKENS[:8]))
+    body = {"pod": None, "model": "m", "events": [removed(1)], **fields}
+    response = indexer.post("/v1/events", body)
+    assert response.status_code == 422, response.text
+    assert response.json()["errors"][0]["field"] == place
+    assert indexer.depths(TOKENS) == {"pod-a": 2}, "all of it or nothing"
+
+
+def test_unfinished_chunk_is_accepted_and_ignored(indexer: Indexer) -> None:
+    whole = stored([900], TOKENS[:8], block_size=8, medium="cpu")
+    answer = indexer.events(whole, stored([901], TOKENS[8:12], parent=900, medium="cpu")).json()
+    assert (answer["accepted"], answer["ignored"], answer["stored_blocks"]) == (2, 1, 1)
+
+
 def test_clear(indexer: Indexer) -> None:
     indexer.events(stored([1, 2], TOKENS[:8]))
     assert indexer.events(CLEARED, stored([9], TOKENS[:4])).status_code == 200

@@ -132,8 +132,14 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 def _methods(request: Request) -> list[str]:
     """All methods of the path: each of them is a route of its own, and the framework names the first one's."""
-    fitting = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
-    return sorted({method for route in fitting for method in getattr(route, "methods", None) or ()})
+
+    def is_taken(method: str) -> bool:
+        scope = {**request.scope, "method": method}
+        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+    return [
+        method for method in ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT") if is_taken(method)
+    ]
 
 
 async def _sender_left(_request: Request, _error: Exception) -> Response:

@@ -224,7 +224,7 @@ def _decode_stored(notation: Notation, fields: Fields, pod_block_size: int | Non
         if full_blocks == 0:
             return None
         parent = read_parent(notation, fields)
-        extra_keys = read_extra_keys(notation, fields, block_count, lora, is_root=parent is None)
+        extra_keys = read_extra_keys(notation, fields, block_count, is_root=parent is None)
     return BlockStored(
         block_hashes=hashes[: full_blocks * 8],
         parent_block_hash=parent,

@@ -156,7 +156,7 @@ def read_lora(notation: Notation, fields: Fields) -> str | None:
 
 
 def read_extra_keys(
-    notation: Notation, fields: Fields, block_count: int, lora: str | None, *, is_root: bool
+    notation: Notation, fields: Fields, block_count: int, *, is_root: bool
 ) -> tuple[bytes, ...] | None:
     raw = fields.get("extra_keys")
     salt = read_text(notation, fields, "cache_salt") if is_root else None
@@ -164,6 +164,8 @@ def read_extra_keys(
         return None
     if raw is not None and memoryview(raw).nbytes > KEY_BYTES_MAX:
         raise Rejected(Reject.BAD_EXTRA_KEYS, f"more than {KEY_BYTES_MAX} bytes", field="extra_keys")
+    # Only a name stands before the other keys: a number as text could be a salt.
+    lora = read_text(notation, fields, "lora_name") or None
     try:
         key_lists = None if raw is None else notation.key_lists(raw)
         return event_extra_keys(key_lists, block_count=block_count, lora=lora, root_salt=salt)

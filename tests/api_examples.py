@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Example:
-    """`path` is what is asked; `route` what the document calls it."""
+    """`path` is what is asked; `route` what the document calls it. `status` 0 is any that is no error."""
 
     method: str
     route: str

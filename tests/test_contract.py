@@ -22,11 +22,19 @@ from tests.test_serving import serving
 
 # Said by the server when a request has a head that it cannot read, such as one of more than 64 KiB: the application
 # never sees it.
-UNREADABLE_HEAD = "Invalid HTTP request received."
+UNREADABLE_HEAD = b"Invalid HTTP request received."
 
-# What the document cannot say: query parameters that go with one content type only, "one of these two fields", and
-# that a pod's name may have slashes in it, so that PUT /v1/pods/a/blocks is the pod `a/blocks`.
+# What the document cannot say: query parameters that go with one content type only, and "one of these two fields".
 UNSAYABLE = ("positive_data_acceptance", "unsupported_method")
+
+# The same, route by route: a name may have slashes in it, so that PUT /v1/pods/a/blocks is the pod `a/blocks`; one bad
+# query of many does not fail the others; a list in a query has commas, and may be empty.
+UNSAYABLE_OF = {
+    "/v1/pods/{pod}/blocks": "allow_header_conformance",
+    "/v1/match/batch": "negative_data_rejection",
+    "/v1/match": "negative_data_rejection",
+    "/v1/dump": "negative_data_rejection",
+}
 
 
 @schemathesis.serializer("application/msgpack")
@@ -51,7 +59,7 @@ DOCUMENT = schemathesis.openapi.from_dict(create_app(load_settings()).openapi())
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with serving("serve", "--port", "0") as (_, port):
+    with serving("serve", "--port", "0", KVINDEXER_TOKENIZER_HUB="false") as (_, port):
         yield f"http://127.0.0.1:{port}"
 
 
@@ -59,9 +67,9 @@ def url() -> Iterator[str]:
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_contract(case: Any, url: str) -> None:
     response = case.call(base_url=url)
-    if response.text == UNREADABLE_HEAD:
+    if response.content == UNREADABLE_HEAD:
         return
-    unsayable = list(UNSAYABLE)
-    if "pods" in (case.query or {}):
-        unsayable.append("negative_data_rejection")  # nor that a list in a query has commas, and may be empty
+    unsayable = [*UNSAYABLE, *([UNSAYABLE_OF[case.path]] if case.path in UNSAYABLE_OF else [])]
+    if response.status_code == 503 and "tokenizer-unavailable" in response.text:
+        unsayable.append("not_a_server_error")  # no machine has the tokenizers of models that are made up
     case.validate_response(response, excluded_checks=CHECKS.get_by_names(unsayable))

@@ -77,6 +77,35 @@ class PrefixIndex:
     def sweep(self, now: int, visits_max: int) -> tuple[int, int, bool]: ...
     def statistics(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int]: ...
 
+# -- fuzzy (native/fuzzy_index.hpp)
+
+def simhash(token_ids: bytes, shingle: int = 1) -> int:
+    """Of all the tokens, as one block; at least `shingle` of them."""
+
+def sliding_simhashes(token_ids: bytes, block_size: int, shingle: int = 1) -> bytes:
+    """uint64, one for the block at every token offset."""
+
+class FuzzyIndex:
+    """Matches are rows of uint32 offset, uint16 distance, uint16 exact, uint64 prefix hash."""
+
+    def __init__(self, shingle: int, scans: int = 0) -> None:
+        """`scans`: 0 the fastest that this machine runs, 1 the next, a large number the portable ones."""
+
+    def add_context(self, context: int, block_size: int) -> None: ...
+    def drop_context(self, context: int) -> None: ...
+    def insert(self, context: int, prefix_hashes: bytes, token_ids: bytes) -> int: ...
+    def remove(self, context: int, prefix_hashes: bytes) -> None: ...
+    def prefixes(self, context: int) -> bytes: ...
+    def exact(self, context: int, token_ids: bytes, matches_max: int) -> bytes: ...
+    def near(
+        self, context: int, token_ids: bytes, offsets: bytes, distance_max: int, matches_max: int
+    ) -> bytes: ...
+    @staticmethod
+    def select(weights: bytes, block_size: int) -> bytes:
+        """uint32 offsets of windows that do not overlap, with the largest sum of uint32 weights (0: never)."""
+
+    def statistics(self) -> tuple[int, int, int, int, int, int, int]: ...
+
 # -- wire: raw spans of msgpack or JSON to buffers (native/wire.hpp)
 
 Opened: TypeAlias = bytes | list[bytes] | dict[str, bytes]

@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "fuzzy_index.hpp"
 #include "prefix_index.hpp"
 #include "wire.hpp"
 #include "xxh64.hpp"
@@ -174,6 +175,67 @@ void bind_index(nb::module_& m) {
       });
 }
 
+// -- fuzzy
+
+template <class Value>
+nb::bytes bytes_of_values(const std::vector<Value>& values) {
+  return nb::bytes(values.data(), values.size() * sizeof(Value));
+}
+
+// A copy of a bytes object as uint32: bytes objects promise no alignment.
+std::vector<uint32_t> halves_of(const nb::bytes& buffer) {
+  std::vector<uint32_t> halves(buffer.size() / 4);
+  if (!halves.empty()) std::memcpy(halves.data(), buffer.data(), halves.size() * 4);
+  return halves;
+}
+
+void bind_fuzzy(nb::module_& m) {
+  static_assert(sizeof(FuzzyMatch) == 16);
+  m.def(
+      "simhash",
+      [](const nb::bytes& tokens, size_t shingle) {
+        return simhash(data_of(tokens), tokens.size() / 4, shingle);
+      },
+      "token_ids"_a, "shingle"_a = 1);
+  m.def(
+      "sliding_simhashes",
+      [](const nb::bytes& tokens, size_t block_size, size_t shingle) {
+        return bytes_of_values(sliding_simhashes(data_of(tokens), tokens.size() / 4, block_size, shingle));
+      },
+      "token_ids"_a, "block_size"_a, "shingle"_a = 1);
+  nb::class_<FuzzyIndex>(m, "FuzzyIndex")
+      .def(nb::init<size_t, size_t>(), "shingle"_a, "scans"_a = 0)
+      .def("add_context", &FuzzyIndex::add_context)
+      .def("drop_context", &FuzzyIndex::drop_context)
+      .def("insert",
+           [](FuzzyIndex& self, uint32_t context, const nb::bytes& prefixes, const nb::bytes& tokens) {
+             return self.insert(context, words_of(prefixes), data_of(tokens));
+           })
+      .def("remove", [](FuzzyIndex& self, uint32_t context,
+                        const nb::bytes& prefixes) { self.remove(context, words_of(prefixes)); })
+      .def("prefixes",
+           [](FuzzyIndex& self, uint32_t context) { return bytes_of_values(self.prefixes(context)); })
+      .def("exact",
+           [](FuzzyIndex& self, uint32_t context, const nb::bytes& tokens, size_t matches_max) {
+             return bytes_of_values(self.exact(context, data_of(tokens), tokens.size() / 4, matches_max));
+           })
+      .def("near",
+           [](FuzzyIndex& self, uint32_t context, const nb::bytes& tokens, const nb::bytes& offsets,
+              unsigned distance_max, size_t matches_max) {
+             return bytes_of_values(self.near(context, data_of(tokens), tokens.size() / 4, halves_of(offsets),
+                                              distance_max, matches_max));
+           })
+      .def_static("select",
+                  [](const nb::bytes& weights, size_t block_size) {
+                    return bytes_of_values(FuzzyIndex::select(halves_of(weights), block_size));
+                  })
+      .def("statistics", [](const FuzzyIndex& self) {
+        const FuzzyStatistics now = self.statistics();
+        return std::tuple(now.contexts, now.blocks, now.chained, now.doomed, now.crowded, now.bytes,
+                          now.matches_dropped);
+      });
+}
+
 // -- wire
 
 PyObject* wire_error = nullptr;  // app._native.WireError, owned by the module
@@ -317,5 +379,6 @@ void bind_wire(nb::module_& m) {
 NB_MODULE(_native, m) {
   m.doc() = "Native core of the KV prefix-cache indexer; see app/_native.pyi.";
   bind_index(m);
+  bind_fuzzy(m);
   bind_wire(m);
 }

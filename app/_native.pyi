@@ -85,6 +85,9 @@ def simhash(token_ids: bytes, shingle: int = 1) -> int:
 def sliding_simhashes(token_ids: bytes, block_size: int, shingle: int = 1) -> bytes:
     """uint64, one for the block at every token offset."""
 
+def linear_scan(stored: bytes, queries: bytes, distance_max: int) -> bytes:
+    """For benchmarks: rows of uint32 query, uint32 stored for all pairs of SimHashes within the distance."""
+
 class FuzzyIndex:
     """Matches are rows of uint32 offset, uint16 distance, uint16 exact, uint64 prefix hash."""
 

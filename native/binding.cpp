@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "fuzzy_index.hpp"
+#include "linear_scan.hpp"
 #include "prefix_index.hpp"
 #include "wire.hpp"
 #include "xxh64.hpp"
@@ -203,6 +204,12 @@ void bind_fuzzy(nb::module_& m) {
         return bytes_of_values(sliding_simhashes(data_of(tokens), tokens.size() / 4, block_size, shingle));
       },
       "token_ids"_a, "block_size"_a, "shingle"_a = 1);
+  m.def(
+      "linear_scan",
+      [](const nb::bytes& stored, const nb::bytes& queries, unsigned distance_max) {
+        return bytes_of_values(linear_scan(words_of(stored), words_of(queries), distance_max));
+      },
+      "stored"_a, "queries"_a, "distance_max"_a);
   nb::class_<FuzzyIndex>(m, "FuzzyIndex")
       .def(nb::init<size_t, size_t>(), "shingle"_a, "scans"_a = 0)
       .def("add_context", &FuzzyIndex::add_context)

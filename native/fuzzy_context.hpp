@@ -5,7 +5,7 @@
 //
 // Growth. When a bucket holds 48 records on average a table of twice as many buckets takes over, and every
 // insertion moves a few buckets of the old one; until that is done both are searched. No call moves more than
-// it inserts, times four.
+// it inserts, times four and a bucket.
 //
 // Removal. Only the prefix hash is known then, and a table from prefix to record would cost 5 bytes a block
 // and a fifth of the time of an insertion. So a prefix is put down as doomed, which hides it from every
@@ -19,6 +19,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cassert>
 #include <cstddef>
 #include <cstdint>
@@ -46,7 +47,7 @@ class FuzzyContext {
   size_t shingle() const { return shingle_; }
   // Blocks with an entry, doomed ones too.
   size_t size() const { return current_->size() + (old_ ? old_->size() : 0) + chains_.size(); }
-  size_t doomed() const { return doomed_[0].size() + doomed_[1].size(); }
+  size_t doomed() const { return doomed_[0].prefixes.size() + doomed_[1].prefixes.size(); }
   size_t crowded() const { return chains_.crowded(); }
   size_t chained() const { return chains_.size(); }
   size_t bytes() const;
@@ -80,9 +81,10 @@ class FuzzyContext {
 
  private:
   static constexpr size_t kRecordsPerBucket = 48;
+  static constexpr size_t kRecordsPerBucketCrowded = 8;
   static constexpr size_t kBucketRecordsMax = 1'024;
   static constexpr size_t kVisitsPerRemoval = 16;
-  static constexpr size_t kMovesPerInsertion = 3;
+  static constexpr size_t kMovesPerInsertion = 4;
   static constexpr size_t kBatch = 32;
 
   struct Doomed {
@@ -90,10 +92,27 @@ class FuzzyContext {
     bool empty() const { return key == 0; }
   };
 
-  bool is_doomed(uint64_t prefix) {
-    return (doomed_[0].size() != 0 && doomed_[0].find(prefix) != nullptr) ||
-           (doomed_[1].size() != 0 && doomed_[1].find(prefix) != nullptr);
-  }
+  // A set of prefix hashes with a bitmap in front, which answers most questions of a sweep from the cache.
+  struct Doom {
+    SegmentedTable<Doomed> prefixes;
+    std::vector<uint64_t> bitmap;
+
+    bool contains(uint64_t prefix) {
+      if (prefixes.size() == 0) return false;
+      const uint64_t bit = prefix & (bitmap.size() * 64 - 1);
+      return (bitmap[bit / 64] >> (bit % 64) & 1) != 0 && prefixes.find(prefix) != nullptr;
+    }
+    // `bits_max`: room for a bitmap, should the set be empty; it is not changed otherwise.
+    void add(uint64_t prefix, size_t bits_max) {
+      if (prefixes.size() == 0) bitmap.assign(std::bit_ceil(std::max<size_t>(64, bits_max)) / 64, 0);
+      const uint64_t bit = prefix & (bitmap.size() * 64 - 1);
+      bitmap[bit / 64] |= uint64_t{1} << (bit % 64);
+      prefixes.insert({prefix});
+    }
+    void remove(uint64_t prefix) { prefixes.erase(prefixes.find(prefix)); }
+  };
+
+  bool is_doomed(uint64_t prefix) { return doomed_[0].contains(prefix) || doomed_[1].contains(prefix); }
   bool revive(uint64_t prefix);
   bool insert_block(uint64_t prefix, uint64_t simhash, uint64_t content);
   std::optional<Record> survivor_of(const Record& record);
@@ -108,10 +127,11 @@ class FuzzyContext {
   const NearScans* scans_;
   RecordPool records_;
   std::unique_ptr<NearTable> current_, old_;
+  bool crowding_ = false;  // a bucket was full: grow early, that may spread its records
   uint32_t frontier_ = 0;  // buckets of old_ before it have been moved
   ContentChains chains_;
   // [0]: the pass of the sweep that is under way sees all of their records; [1]: the next one will.
-  std::array<SegmentedTable<Doomed>, 2> doomed_;
+  std::array<Doom, 2> doomed_;
   uint32_t cursor_ = 0;  // of the sweep: buckets of current_, then those of old_
   std::vector<Pages> trash_;
   std::vector<Record> moving_;
@@ -119,7 +139,8 @@ class FuzzyContext {
 
 inline size_t FuzzyContext::bytes() const {
   size_t bytes = records_.bytes() + current_->bytes() + (old_ ? old_->bytes() : 0) + chains_.bytes();
-  for (const auto& doomed : doomed_) bytes += doomed.bytes();
+  for (const Doom& doomed : doomed_)
+    bytes += doomed.prefixes.bytes() + doomed.bitmap.capacity() * sizeof(uint64_t);
   for (const Pages& pages : trash_) bytes += pages.bytes();
   return bytes;
 }
@@ -136,9 +157,17 @@ inline size_t FuzzyContext::insert(std::span<const uint64_t> prefixes, const uin
       const uint8_t* const block = tokens + (begin + i) * block_bytes;
       simhashes[i] = simhash(block, block_size_, shingle_);
       current_->prefetch(simhashes[i]);
+      if (old_) old_->prefetch(simhashes[i]);
       contents[i] = xxh64(block, block_bytes, 0);
     }
-    for (size_t i = 0; i < count; ++i) current_->prefetch_records(simhashes[i]);
+    for (size_t i = 0; i < count; ++i) {
+      current_->prefetch_insertion(simhashes[i]);
+      if (old_) old_->prefetch_words(simhashes[i]);
+    }
+    for (size_t i = 0; i < count; ++i) {
+      current_->prefetch_more_words(simhashes[i]);
+      if (old_) old_->prefetch_more_words(simhashes[i]);
+    }
     for (size_t i = 0; i < count; ++i) added += insert_block(prefixes[begin + i], simhashes[i], contents[i]);
     grow(count);
   }
@@ -148,11 +177,12 @@ inline size_t FuzzyContext::insert(std::span<const uint64_t> prefixes, const uin
 inline bool FuzzyContext::insert_block(uint64_t prefix, uint64_t simhash, uint64_t content) {
   if (prefix == 0) return false;
   const bool revived = doomed() != 0 && revive(prefix);  // its record, if any, is found below
-  std::optional<RecordPlace> place = current_->find(simhash, content);
+  std::optional<RecordPlace> place;
   NearTable* table = current_.get();
-  if (!place && old_) {
+  if (table->may_contain(simhash)) place = table->find(simhash, content);
+  if (!place && old_ && old_->bucket_of(simhash) >= frontier_) {
     table = old_.get();
-    place = old_->find(simhash, content);
+    if (table->may_contain(simhash)) place = table->find(simhash, content);
   }
   if (place) {
     if (table->record(*place).prefix == prefix) return revived;
@@ -161,6 +191,7 @@ inline bool FuzzyContext::insert_block(uint64_t prefix, uint64_t simhash, uint64
     return true;
   }
   const bool full = current_->bucket_size(current_->bucket_of(simhash)) >= kBucketRecordsMax;
+  crowding_ |= full;
   if (full || (chains_.crowded() != 0 && chains_.first(content) != 0)) {
     if (chains_.contains(prefix)) return false;
     chains_.add(content, prefix, true);
@@ -174,7 +205,9 @@ inline void FuzzyContext::grow(size_t insertions) {
   if (!trash_.empty()) trash_.pop_back();
   if (!old_) {
     const unsigned bits = current_->bits();
-    if (bits == NearTable::kBitsMax || current_->size() <= kRecordsPerBucket << bits) return;
+    const size_t load_max = crowding_ ? kRecordsPerBucketCrowded : kRecordsPerBucket;
+    if (bits == NearTable::kBitsMax || current_->size() <= load_max << bits) return;
+    crowding_ = false;
     old_ = std::move(current_);
     current_ = std::make_unique<NearTable>(bits + 1, records_);
     frontier_ = 0;
@@ -190,8 +223,10 @@ inline void FuzzyContext::grow(size_t insertions) {
 
 inline void FuzzyContext::move_bucket() {
   moving_.clear();
+  old_->prefetch_bucket(frontier_ + 2);
   old_->take_bucket(frontier_++, moving_);
   for (const Record& record : moving_) current_->prefetch(record.simhash);
+  for (const Record& record : moving_) current_->prefetch_tail(record.simhash);
   for (const Record& record : moving_)
     if (const std::optional<Record> survivor = survivor_of(record)) current_->insert(*survivor);
 }
@@ -204,7 +239,7 @@ inline void FuzzyContext::remove(std::span<const uint64_t> prefixes) {
     if (chains_.contains(prefix)) {
       chains_.remove(prefix);
     } else if (!is_doomed(prefix)) {
-      doomed_[1].insert({prefix});
+      doomed_[1].add(prefix, size());
     }
   }
   sweep(prefixes.size() * kVisitsPerRemoval);
@@ -213,12 +248,11 @@ inline void FuzzyContext::remove(std::span<const uint64_t> prefixes) {
 // True when it was doomed.
 inline bool FuzzyContext::revive(uint64_t prefix) {
   bool found = false;
-  for (auto& doomed : doomed_)
-    if (doomed.size() != 0)
-      if (Doomed* const entry = doomed.find(prefix)) {
-        doomed.erase(entry);
-        found = true;
-      }
+  for (Doom& doomed : doomed_)
+    if (doomed.contains(prefix)) {
+      doomed.remove(prefix);
+      found = true;
+    }
   return found;
 }
 
@@ -235,7 +269,7 @@ inline std::optional<Record> FuzzyContext::survivor_of(const Record& record) {
 
 inline void FuzzyContext::sweep(size_t visits_max) {
   for (size_t visits = 0; visits < visits_max && doomed() != 0;) {
-    if (cursor_ == 0 && doomed_[0].size() == 0) std::swap(doomed_[0], doomed_[1]);
+    if (cursor_ == 0 && doomed_[0].prefixes.size() == 0) std::swap(doomed_[0], doomed_[1]);
     if (cursor_ < current_->buckets()) {
       visits += 1 + current_->bucket_size(cursor_);
       sweep_bucket(*current_, cursor_++);
@@ -249,18 +283,18 @@ inline void FuzzyContext::sweep(size_t visits_max) {
       continue;
     }
     cursor_ = 0;
-    doomed_[0] = {};  // never were there, or have been revived
+    doomed_[0].prefixes = {};  // never were there, or have been revived
   }
 }
 
 inline void FuzzyContext::sweep_bucket(NearTable& table, uint32_t bucket) {
+  table.prefetch_prefixes(bucket + 2);
   for (uint32_t slot = table.bucket_size(bucket); slot-- > 0;) {
-    const Record record = table.record({bucket, slot});
-    const std::optional<Record> survivor = survivor_of(record);
-    if (!survivor)
-      table.erase({bucket, slot});
-    else if (survivor->prefix != record.prefix)
+    if (!is_doomed(table.prefix({bucket, slot}))) continue;
+    if (const std::optional<Record> survivor = survivor_of(table.record({bucket, slot})))
       table.set_prefix({bucket, slot}, survivor->prefix);
+    else
+      table.erase({bucket, slot});
   }
 }
 
@@ -305,8 +339,8 @@ inline bool FuzzyContext::dismantle() {
     trash_.pop_back();
     return false;
   }
-  return chains_.dismantle(1) && doomed_[0].dismantle(1, [](const Doomed&) {}) &&
-         doomed_[1].dismantle(1, [](const Doomed&) {});
+  return chains_.dismantle(1) && doomed_[0].prefixes.dismantle(1, [](const Doomed&) {}) &&
+         doomed_[1].prefixes.dismantle(1, [](const Doomed&) {});
 }
 
 }  // namespace kvindexer

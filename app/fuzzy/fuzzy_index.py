@@ -92,7 +92,7 @@ class FuzzyIndex:
     # -- life of a block
 
     def add_context(self, context: int, block_size: int) -> bool:
-        """Idempotent. False when blocks of this size have no SimHash (shorter than a shingle): leave them out."""
+        """Idempotent. False when blocks of this size have no SimHash: shorter than a shingle, or huge."""
         if context not in self._block_sizes:
             if not self._limits.shingle <= block_size <= 65_535:
                 return False
@@ -152,7 +152,7 @@ class FuzzyIndex:
         }
         weights = array("I", bytes(4 * windows))
         for offset, window in candidates.items():
-            # A block more is worth more than any closeness, an exact one more than the two near ones in its way.
+            # A block more is worth more than any closeness, an exact one more than two near ones in its way.
             weights[offset] = 1_000_000 if window.exact else 1_000 + HASH_BITS - window.matches[0].distance
         return [candidates[offset] for offset in self._select(weights, block_size)]
 

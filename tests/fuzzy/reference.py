@@ -1,4 +1,4 @@
-"""The fuzzy index as plain Python: SimHash counted bit by bit, questions answered by looking at everything."""
+"""The fuzzy index as plain Python: SimHash counted bit by bit, answers by looking at everything."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ import dataclasses
 import random
 import re
 from collections.abc import Sequence
-
 from pydoc_data.topics import topics
 
 PASSAGE_TOKENS = 60  # about a paragraph
@@ -38,7 +37,9 @@ def documents(tokens_min: int = 800) -> list[list[int]]:
     return found
 
 
-def edit(tokens: Sequence[int], others: Sequence[Sequence[int]], edits: Edits, chance: random.Random) -> list[int]:
+def edit(
+    tokens: Sequence[int], others: Sequence[Sequence[int]], edits: Edits, chance: random.Random
+) -> list[int]:
     passages = [list(tokens[i : i + PASSAGE_TOKENS]) for i in range(0, len(tokens), PASSAGE_TOKENS)]
     for i in range(len(passages) - 1):
         if chance.random() < edits.swap:

@@ -85,7 +85,8 @@ class FuzzyContext {
   static constexpr size_t kBucketRecordsMax = 1'024;
   static constexpr size_t kVisitsPerRemoval = 16;
   static constexpr size_t kMovesPerInsertion = 4;
-  static constexpr size_t kBatch = 32;
+  static constexpr size_t kBatch = 128;
+  static constexpr size_t kLag = 6;
 
   struct Doomed {
     uint64_t key;  // prefix hash
@@ -118,7 +119,7 @@ class FuzzyContext {
   std::optional<Record> survivor_of(const Record& record);
 
   void grow(size_t insertions);
-  void move_bucket();
+  void insert_moved();
   void sweep(size_t visits_max);
   void sweep_bucket(NearTable& table, uint32_t bucket);
 
@@ -147,28 +148,35 @@ inline size_t FuzzyContext::bytes() const {
 
 // -- insertion
 
+// Hashes run ahead of insertions: what a block needs is fetched from memory, step by step, while later ones
+// are hashed.
 inline size_t FuzzyContext::insert(std::span<const uint64_t> prefixes, const uint8_t* tokens) {
   const size_t block_bytes = block_size_ * 4;
   std::array<uint64_t, kBatch> simhashes, contents;
   size_t added = 0;
   for (size_t begin = 0; begin < prefixes.size(); begin += kBatch) {
     const size_t count = std::min(kBatch, prefixes.size() - begin);
-    for (size_t i = 0; i < count; ++i) {
-      const uint8_t* const block = tokens + (begin + i) * block_bytes;
-      simhashes[i] = simhash(block, block_size_, shingle_);
-      current_->prefetch(simhashes[i]);
-      if (old_) old_->prefetch(simhashes[i]);
-      contents[i] = xxh64(block, block_bytes, 0);
+    for (size_t i = 0; i < count + 3 * kLag; ++i) {
+      if (i < count) {
+        const uint8_t* const block = tokens + (begin + i) * block_bytes;
+        simhashes[i] = simhash(block, block_size_, shingle_);
+        current_->prefetch(simhashes[i]);
+        if (old_) old_->prefetch(simhashes[i]);
+        contents[i] = xxh64(block, block_bytes, 0);
+      }
+      if (i >= kLag && i - kLag < count) {
+        current_->prefetch_insertion(simhashes[i - kLag]);
+        if (old_) old_->prefetch_words(simhashes[i - kLag]);
+      }
+      if (i >= 2 * kLag && i - 2 * kLag < count) {
+        current_->prefetch_more_words(simhashes[i - 2 * kLag]);
+        if (old_) old_->prefetch_more_words(simhashes[i - 2 * kLag]);
+      }
+      if (i >= 3 * kLag) {
+        const size_t block = i - 3 * kLag;
+        added += insert_block(prefixes[begin + block], simhashes[block], contents[block]);
+      }
     }
-    for (size_t i = 0; i < count; ++i) {
-      current_->prefetch_insertion(simhashes[i]);
-      if (old_) old_->prefetch_words(simhashes[i]);
-    }
-    for (size_t i = 0; i < count; ++i) {
-      current_->prefetch_more_words(simhashes[i]);
-      if (old_) old_->prefetch_more_words(simhashes[i]);
-    }
-    for (size_t i = 0; i < count; ++i) added += insert_block(prefixes[begin + i], simhashes[i], contents[i]);
     grow(count);
   }
   return added;
@@ -213,22 +221,26 @@ inline void FuzzyContext::grow(size_t insertions) {
     frontier_ = 0;
     cursor_ = 0;  // what the sweep has not seen yet, it sees while it moves
   }
+  moving_.clear();
   const size_t moves_max = insertions * kMovesPerInsertion;
-  for (size_t moves = 0; moves < moves_max && frontier_ < old_->buckets(); moves += 1 + moving_.size())
-    move_bucket();
+  for (size_t i = 0; i + moving_.size() < moves_max && frontier_ < old_->buckets(); ++i) {
+    old_->prefetch_bucket(frontier_ + 2);
+    old_->take_bucket(frontier_++, moving_);
+  }
+  insert_moved();
   if (frontier_ < old_->buckets()) return;
   old_->release_into(trash_);
   old_.reset();
 }
 
-inline void FuzzyContext::move_bucket() {
-  moving_.clear();
-  old_->prefetch_bucket(frontier_ + 2);
-  old_->take_bucket(frontier_++, moving_);
-  for (const Record& record : moving_) current_->prefetch(record.simhash);
-  for (const Record& record : moving_) current_->prefetch_tail(record.simhash);
-  for (const Record& record : moving_)
-    if (const std::optional<Record> survivor = survivor_of(record)) current_->insert(*survivor);
+inline void FuzzyContext::insert_moved() {
+  for (size_t i = 0; i < moving_.size() + 2 * kLag; ++i) {
+    if (i < moving_.size()) current_->prefetch(moving_[i].simhash);
+    if (i >= kLag && i - kLag < moving_.size()) current_->prefetch_tail(moving_[i - kLag].simhash);
+    if (i >= 2 * kLag)
+      if (const std::optional<Record> survivor = survivor_of(moving_[i - 2 * kLag]))
+        current_->insert(*survivor);
+  }
 }
 
 // -- removal

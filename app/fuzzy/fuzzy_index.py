@@ -30,10 +30,7 @@ from app.errors import InvalidInput, NativeCoreMissing
 try:
     from app import _native
 except ImportError as error:
-    raise NativeCoreMissing(
-        "the native core is not built: run `pip install .` (or `make test`) in the project's folder; "
-        "it needs a C++20 compiler"
-    ) from error
+    raise NativeCoreMissing from error
 
 MAX_DISTANCE = 8  # the tables find everything within it, and nothing is promised beyond
 HASH_BITS = 64

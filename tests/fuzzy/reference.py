@@ -27,7 +27,7 @@ def simhash(tokens: Sequence[int], shingle: int = 1) -> int:
             word = splitmix64((word + token) & MASK)
         words.append(word)
     if len(words) % 2 == 0:
-        words.remove(max(words))
+        words.append(max(words))
     result = 0
     for bit in range(64):
         if sum(word >> bit & 1 for word in words) > len(words) // 2:

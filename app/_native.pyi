@@ -88,6 +88,14 @@ def sliding_simhashes(token_ids: bytes, block_size: int, shingle: int = 1) -> by
 def linear_scan(stored: bytes, queries: bytes, distance_max: int) -> bytes:
     """For benchmarks: rows of uint32 query, uint32 stored for all pairs of SimHashes within the distance."""
 
+class NearTable:
+    """For tests: SimHashes that no tokens are known for, in a table of 2**bits buckets, 6 <= bits <= 20."""
+
+    def __init__(self, bits: int) -> None: ...
+    def insert(self, simhashes: bytes) -> None: ...
+    def search(self, queries: bytes, distance_max: int, scans: int = 0) -> bytes:
+        """Rows of uint32 query, uint32 distance, uint32 stored (in the order of insertion)."""
+
 class FuzzyIndex:
     """Matches are rows of uint32 offset, uint16 distance, uint16 exact, uint64 prefix hash."""
 

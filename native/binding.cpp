@@ -190,7 +190,39 @@ std::vector<uint32_t> halves_of(const nb::bytes& buffer) {
   return halves;
 }
 
+// A NearTable alone: tests choose SimHashes that no tokens are known for.
+struct LoneTable {
+  RecordPool records;
+  NearTable table;
+  explicit LoneTable(unsigned bits) : table(bits, records) {}
+  LoneTable(const LoneTable&) = delete;
+};
+
+void bind_near_table(nb::module_& m) {
+  nb::class_<LoneTable>(m, "NearTable")
+      .def(nb::init<unsigned>(), "bits"_a)
+      .def("insert",
+           [](LoneTable& self, const nb::bytes& simhashes) {
+             uint64_t number = 0;
+             for (const uint64_t simhash : words_of(simhashes))
+               self.table.insert({simhash, ++number, number});
+           })
+      .def(
+          "search",
+          [](const LoneTable& self, const nb::bytes& queries, unsigned distance_max, size_t scans) {
+            std::vector<uint32_t> rows;
+            self.table.search(
+                words_of(queries), distance_max, native_scans()[std::min(scans, native_scans().size() - 1)],
+                [&](uint32_t query, unsigned distance, const Record& record) {
+                  rows.insert(rows.end(), {query, distance, static_cast<uint32_t>(record.prefix - 1)});
+                });
+            return bytes_of_values(rows);
+          },
+          "queries"_a, "distance_max"_a, "scans"_a = 0);
+}
+
 void bind_fuzzy(nb::module_& m) {
+  bind_near_table(m);
   static_assert(sizeof(FuzzyMatch) == 16);
   m.def(
       "simhash",

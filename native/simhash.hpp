@@ -15,7 +15,7 @@
 // mixed. docs/fuzzy-match.md has test vectors.
 //
 // Votes are counted for all 64 bits at once, in bit-sliced counters (plane p holds bit p of 64 counters):
-// eight words take 31 operations and a carry. Sixteen tokens cost about 30 ns, and one step of a sliding
+// eight words take 31 operations and a carry. Sixteen tokens cost about 40 ns, and one step of a sliding
 // window 10 ns, where 64 separate counters cost 400. Counters 16 bits wide bound a block to kVotesMax votes.
 #pragma once
 

@@ -90,6 +90,13 @@ class Pair:
         bounds = load_settings(tokens_max=40, events_max=6, body_bytes_max=4_096, pods_max=4, dp_ranks_max=4)
         self.short, self.long = (Indexer(bounds, self.clock, way=way) for way in ("short", "long"))
 
+    def fill(self) -> None:
+        """Some of `PROMPT` on two pods, so that most questions have an answer."""
+        for pod, blocks, medium in (("pod-a", 3, "GPU"), ("pod-b", 2, "GPU"), ("pod-b", 4, "CPU")):
+            told = stored(list(range(1, blocks + 1)), PROMPT[: 4 * blocks], medium=medium)
+            assert self.ask("/v1/events", JSON, dumped(pod=pod, model="m", events=[told])).status_code == 200
+            self.clock.now_s += 0.1
+
     def ask(self, path: str, headers: dict[str, str], body: bytes) -> httpx.Response:
         one, other = (
             indexer.post(path, content=body, headers=headers) for indexer in (self.short, self.long)
@@ -122,7 +129,11 @@ numbers = st.one_of(
 )
 rarely_odd = st.one_of(st.integers(0, 6), st.integers(0, 6), st.integers(0, 6), numbers)
 odd = st.sampled_from([None, True, 1.5, "1", "ab", [], [1], {}, "", "\x07", "ü", -1, 2**70, 1e300])
+PROMPT = [0, 1, 2, 0, 1] * 5
+prompts = st.integers(0, len(PROMPT)).map(lambda length: PROMPT[:length])
 token_lists = st.one_of(
+    prompts,
+    prompts,
     st.lists(st.integers(0, 2), max_size=24),
     st.lists(st.integers(0, 2), min_size=12, max_size=12),
     st.lists(rarely_odd, max_size=50),
@@ -175,7 +186,11 @@ matches = fields(
         "extra_keys": st.one_of(st.just([["s"]]), odd),
     },
 )
-plain_matches = st.builds(lambda tokens: {"model": "m", "token_ids": tokens}, token_lists)
+plain_matches = st.builds(
+    lambda tokens, more: {"model": "m", "token_ids": tokens, **more},
+    st.one_of(prompts, token_lists),
+    st.sampled_from([{}, {}, {"pods": ["pod-b", "pod-a"]}, {"block_size": 4}, {"lora": None}]),
+)
 posts = fields(
     {
         "pod": st.one_of(st.sampled_from(["pod-a", "pod-b"]), names),
@@ -227,10 +242,10 @@ queries = st.lists(
 ).map("&".join)  # fmt: skip
 
 
-def _payload(told: list[Any]) -> bytes:
+def _as_msgpack(made: Any) -> bytes:
     try:
-        return msgspec.msgpack.encode([1.0, told, 0])
-    except OverflowError:
+        return msgspec.msgpack.encode(made)
+    except OverflowError:  # it has no such number
         return b""
 
 
@@ -241,7 +256,7 @@ requests = st.one_of(
         queries.map("/v1/match?model=m&".__add__),
         st.just(OCTETS),
         damaged(
-            st.lists(st.integers(0, 2), max_size=42).map(
+            st.one_of(prompts, st.lists(st.integers(0, 2), max_size=42)).map(
                 lambda tokens: struct.pack(f"<{len(tokens)}I", *tokens)
             )
         ),
@@ -249,23 +264,24 @@ requests = st.one_of(
     st.tuples(
         st.one_of(st.just("/v1/events?pod=pod-a&model=m"), queries.map("/v1/events?".__add__)),
         st.just(MSGPACK),
-        damaged(st.lists(events, max_size=7).map(_payload)),
+        damaged(st.lists(events, max_size=7).map(lambda told: _as_msgpack([1.0, told, 0]))),
     ),
     st.tuples(
         st.sampled_from(["/v1/match", "/v1/events", "/v1/match?model=m"]),
         st.sampled_from(
             [MSGPACK, {**JSON, "accept": "application/msgpack"}, {}, {**JSON, "content-encoding": "br"}]
         ),
-        st.one_of(matches.map(as_json), plain_matches.map(msgspec.msgpack.encode), st.binary(max_size=20)),
+        st.one_of(matches.map(as_json), plain_matches.map(_as_msgpack), st.binary(max_size=20)),
     ),
 )
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.tuples(requests, st.sampled_from([0.0, 0.3])), min_size=1, max_size=12))
+@given(st.lists(st.tuples(requests, st.sampled_from([0.0, 0.3])), min_size=4, max_size=16))
 def test_both_ways_say_and_do_the_same(asked: list[tuple[Any, float]]) -> None:
     pair = Pair()
     try:
+        pair.fill()
         for (path, headers, body), step_s in asked:
             pair.clock.now_s += step_s
             pair.ask(path, headers, body)

@@ -17,11 +17,13 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import TypeGuard
 
 from app.config import Settings
 from app.errors import BatchRejected, InvalidInput
-from app.events import BlockRemoved, BlockStored, Event, EventBatch, RejectedEvent, Tier
+from app.events import BlockRemoved, BlockStored, Event, EventBatch, PrefixesStored, RejectedEvent, Tier
 from app.index.interface import Index
+from app.live import LiveFeed
 from app.pods import PodSpec, Source
 from app.registry import Registry
 
@@ -31,6 +33,7 @@ class BatchResult:
     """What a batch did. `orphans` are blocks of it that wait for their parent."""
 
     accepted: int = 0
+    ignored: int = 0  # of the accepted: they say nothing about a reusable prefix
     stored_blocks: int = 0
     removed_blocks: int = 0
     orphans: int = 0
@@ -57,7 +60,7 @@ class Sifted:
 def sift(batch: EventBatch, block_size: int | None, chunk_sizes: Mapping[Tier, int]) -> Sifted:
     """`block_size` is the one of the source's GPU tier, None when it is not known yet; `chunk_sizes` are those of
     its other tiers, as far as they are known."""
-    stores = [event for event in batch.events if isinstance(event, BlockStored) and event.token_ids]
+    stores = [event for event in batch.events if _tells_size(event)]
     if block_size is None:
         block_size = next((event.block_size for event in stores if event.tier is Tier.GPU), None)
     chunk_sizes = dict(chunk_sizes)
@@ -67,7 +70,7 @@ def sift(batch: EventBatch, block_size: int | None, chunk_sizes: Mapping[Tier, i
     events: list[Event] = []
     rejected = list(batch.rejected)
     for position, event in zip(batch.positions, batch.events, strict=True):
-        if isinstance(event, BlockStored) and event.token_ids:
+        if _tells_size(event):
             if event.tier is not Tier.GPU and event.block_size != chunk_sizes.get(event.tier):
                 continue
             if event.tier is Tier.GPU and event.block_size != block_size:
@@ -83,6 +86,11 @@ def sift(batch: EventBatch, block_size: int | None, chunk_sizes: Mapping[Tier, i
     return Sifted(tuple(events), tuple(rejected), ignored, block_size, chunk_sizes)
 
 
+def _tells_size(event: Event) -> TypeGuard[BlockStored | PrefixesStored]:
+    """It says what its blocks are, and so how long; a placeholder does not."""
+    return isinstance(event, PrefixesStored) or (isinstance(event, BlockStored) and bool(event.token_ids))
+
+
 @dataclasses.dataclass(slots=True)
 class _Tally:
     stored_blocks: int = 0
@@ -94,12 +102,13 @@ class Batches:
     """Part of the service. `now` gives the index's ticks; `rejected` counts events by reason."""
 
     def __init__(
-        self, settings: Settings, index: Index, registry: Registry, *, now: Callable[[], int]
+        self, settings: Settings, index: Index, registry: Registry, live: LiveFeed, *, now: Callable[[], int]
     ) -> None:
         self.rejected: Counter[str] = Counter()
         self._settings = settings
         self._index = index
         self._registry = registry
+        self._live = live
         self._now = now
 
     def post(
@@ -112,6 +121,7 @@ class Batches:
         seq: int | None,
         lora: str | None,
         digest: int | None = None,
+        incomplete: bool = False,
     ) -> BatchResult:
         """See IndexerService.post."""
         known = self._registry.pods.get(pod)
@@ -143,7 +153,11 @@ class Batches:
         if seq is not None and source.last_seq is not None and seq > source.last_seq + 1:
             source.gaps += 1
             self._registry.lose(source, f"batches {source.last_seq + 1} to {seq - 1} never came")
-        if seq == 0:
+        if incomplete:
+            self._registry.lose(source, "its sender says that the picture is not whole")
+        if (
+            seq == 0 and sifted.events
+        ):  # a dump ends with a number and no event, and the engine's own may follow
             source.first_digest = digest
         return self._apply(source, sifted, seq, lora)
 
@@ -166,12 +180,29 @@ class Batches:
         self._count_rejected(source, sifted.rejected)
         self._registry.hear(source)
         waiting = self._index.orphan_blocks(source.index_id) if tally.orphan_blocks else 0
-        return BatchResult(
+        result = BatchResult(
             accepted=len(sifted.events) + sifted.ignored,
+            ignored=sifted.ignored,
             stored_blocks=tally.stored_blocks,
             removed_blocks=tally.removed_blocks,
             orphans=min(tally.orphan_blocks, waiting),
             rejected=sifted.rejected,
+        )
+        if self._live.is_heard:
+            self._tell(source, seq, result)
+        return result
+
+    def _tell(self, source: Source, seq: int | None, result: BatchResult) -> None:
+        self._live.tell(
+            "batch",
+            pod=source.pod,
+            dp_rank=source.dp_rank,
+            seq=seq,
+            accepted=result.accepted,
+            stored_blocks=result.stored_blocks,
+            removed_blocks=result.removed_blocks,
+            orphans=result.orphans,
+            rejected=len(result.rejected),
         )
 
     def _learn_chunk_sizes(self, source: Source, chunk_sizes: Mapping[Tier, int]) -> None:
@@ -193,6 +224,8 @@ class Batches:
             source.events[type(event).__name__] += 1
             if isinstance(event, BlockStored):
                 self._store(source, event, tally, model=spec.model, lora=event.lora or lora, now=now)
+            elif isinstance(event, PrefixesStored):
+                self._store_prefixes(source, event, tally, model=spec.model, now=now)
             elif isinstance(event, BlockRemoved):
                 self._remove(source, event, tally, now=now)
             else:
@@ -230,6 +263,24 @@ class Batches:
         source.unknown_blocks += result.unknown_blocks
         tally.stored_blocks += result.stored_blocks
         tally.orphan_blocks += result.orphan_blocks
+
+    def _store_prefixes(
+        self, source: Source, event: PrefixesStored, tally: _Tally, *, model: str, now: int
+    ) -> None:
+        counted = self._settings.count_copies
+        result = self._index.store_prefixes(
+            source.index_id,
+            self._index.context(model, event.lora, event.block_size, now),
+            tier=event.tier,
+            group=event.group,
+            engine_hashes=event.block_hashes,
+            prefix_hashes=event.prefix_hashes,
+            copies=event.copies if counted else None,
+            now=now,
+            count_copies=counted,
+        )
+        source.offloads |= event.tier is not Tier.GPU
+        tally.stored_blocks += result.stored_blocks
 
     def _remove(self, source: Source, event: BlockRemoved, tally: _Tally, *, now: int) -> None:
         result = self._index.remove(

@@ -9,7 +9,10 @@ IndexerError
 ├── LimitExceeded         a bound was met; `bound` names the setting
 │   └── BodyTooLarge      a request body is longer than we read
 ├── Overloaded            a queue is full; the same call may go through later
+├── TokenizerUnavailable  a tokenizer cannot be had now: the hub or its process does not answer
+├── NoCandidate           no pod is there to choose from
 ├── Unresponsive          another process did not answer, or not in time
+├── Refused               an indexer refused a request of ours; `status` is its answer
 ├── InvalidSettings       a setting has an unknown name or an impossible value
 ├── CannotListen          the address to listen on cannot be had
 └── NativeCoreMissing     the compiled core is absent; there is no slow path in its place
@@ -83,8 +86,25 @@ class Overloaded(IndexerError):
     """A queue is full: nothing was changed, and the same call may go through later."""
 
 
+class TokenizerUnavailable(IndexerError):
+    """A tokenizer cannot be had now; the same call may go through later."""
+
+
+class NoCandidate(IndexerError):
+    """No pod of the model is registered, or none of those that the request names can serve it."""
+
+
 class Unresponsive(IndexerError):
     """Another process did not answer, or not in time."""
+
+
+class Refused(IndexerError):
+    """An indexer answered that the request cannot be; the same request will not go through later."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(f"the indexer refused the request with {status}: {detail}")
+        self.status = status
+        self.detail = detail
 
 
 class InvalidSettings(IndexerError):

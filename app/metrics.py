@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +22,6 @@ from prometheus_client import CollectorRegistry, Counter, disable_created_metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from app.pods import Pod
 
@@ -70,6 +68,15 @@ _SOURCE_COUNTERS = {
     "rejected": ("source_rejected", "Events skipped"),
     "unknown_blocks": ("source_unknown_blocks", "Blocks named that the source does not hold"),
 }
+_STREAM_GAUGES = {
+    "dumps_running": "Dumps that are being read",
+    "live_subscribers": "Readers of the live feed",
+}
+_STREAM_COUNTERS = {
+    "dumps_refused": "Dumps refused: dumps_max",
+    "live_refused": "Readers of the live feed refused: live_subscribers_max",
+    "live_dropped": "Live events that a slow reader lost: live_queue_events_max",
+}
 # Figures of the ZMQ ingest: the metric is kvindexer_zmq_ and the key.
 _ZMQ_GAUGES = {
     "queued_batches": "Received batches that wait for the writer",
@@ -96,6 +103,41 @@ _ZMQ_COUNTERS = {
     "queue_full_pauses": "Times that reading stopped because the queue was full",
 }
 
+# Figures of a part of the application: the metric is kvindexer_, the part, _ and the key.
+_PART_GAUGES = {
+    "tokenizer": {
+        "waiting": "Prompts that wait to be tokenised, or are",
+        "cache_entries": "Prompts whose token ids are kept",
+        "cache_bytes": "Bytes of those",
+    },
+    "loads": {"known": "Pods whose load was read lately"},
+}
+_PART_COUNTERS = {
+    "tokenizer": {
+        "cache_hits": "Prompts whose token ids were kept from before",
+        "cache_misses": "Prompts that had to be tokenised",
+        "cache_evictions": "Prompts that went: tokenizer_cache_bytes_max",
+        "loads": "Tokenizers loaded",
+        "unloads": "Tokenizers let go: tokenizers_max",
+        "starts": "Processes started to tokenise",
+        "failures": "Times that a tokenizer could not be had",
+        "refused": "Prompts refused: tokenizer_queue_max",
+    },
+    "loads": {
+        "polls": "Times that a pod was asked for its load",
+        "failures": "Those of them without an answer that can be used",
+    },
+    "route": {
+        "choices_longest_prefix": "Choices by the longest prefix",
+        "choices_prefix_and_load": "Choices by prefix and load",
+        "choices_round_robin": "Choices in turn",
+        "choices_least_loaded": "Choices by load",
+        "reserved_blocks": "Blocks announced with a choice",
+    },
+}
+
+Count = Callable[[], Mapping[str, int]]
+
 
 class _Distribution:
     """A histogram of one thread: a tenth of the cost of prometheus_client's, whose every number has a lock."""
@@ -112,7 +154,7 @@ class _Distribution:
         self.total += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        names = [floatToGoString(bound) for bound in (*self.bounds, math.inf)]
+        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
         return list(zip(names, itertools.accumulate(self.counts), strict=True))
 
 
@@ -120,13 +162,15 @@ class _Distribution:
 class Figures:
     """Where a scrape reads what others count: called on the service's thread.
 
-    `stats` is IndexerService.stats; `gauges` and `counters` are those of the ZMQ ingest, by name.
+    `stats` is IndexerService.stats; `gauges` and `counters` are those of the ZMQ ingest, by name; `parts` has both
+    of others by the name of the part.
     """
 
     stats: Callable[[], Mapping[str, Any]]
     pods: Callable[[], Iterable[Pod]]
     gauges: Callable[[], Mapping[str, int]]
     counters: Callable[[], Mapping[str, int]]
+    parts: Mapping[str, tuple[Count, Count]] = dataclasses.field(default_factory=dict)
 
 
 class Metrics:
@@ -190,15 +234,29 @@ class _FiguresCollector(Collector):
             {cause: index[key] for key, cause in _ORPHAN_CAUSES.items()},
         )
         yield _by_label(_counter("events_rejected", "Events skipped", "reason"), stats["rejected"])
+        for key, documentation in _STREAM_GAUGES.items():
+            yield _gauge(key, documentation, value=stats["streams"][key])
+        for key, documentation in _STREAM_COUNTERS.items():
+            yield _counter(key, documentation, value=stats["streams"][key])
         gauges, counters = self._figures.gauges(), self._figures.counters()
         for key, documentation in _ZMQ_GAUGES.items():
             yield _gauge(f"zmq_{key}", documentation, value=gauges.get(key, 0))
         for key, documentation in _ZMQ_COUNTERS.items():
             yield _counter(f"zmq_{key}", documentation, value=counters.get(key, 0))
+        yield from _part_families(self._figures.parts)
         yield _gauge("pods", "Registered pods", value=len(pods))
         yield _gauge("uptime_seconds", "Time since the start", value=stats["uptime_s"])
         yield from _pod_families(pods)
         yield from _source_families(pods)
+
+
+def _part_families(parts: Mapping[str, tuple[Count, Count]]) -> Iterator[Metric]:
+    for part, (read_gauges, read_counters) in parts.items():
+        gauges, counters = read_gauges(), read_counters()
+        for key, documentation in _PART_GAUGES.get(part, {}).items():
+            yield _gauge(f"{part}_{key}", documentation, value=gauges.get(key, 0))
+        for key, documentation in _PART_COUNTERS.get(part, {}).items():
+            yield _counter(f"{part}_{key}", documentation, value=counters.get(key, 0))
 
 
 def _pod_families(pods: Iterable[Pod]) -> Iterator[Metric]:

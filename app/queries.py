@@ -37,6 +37,8 @@ class MatchQuery(msgspec.Struct, frozen=True):
     block_size: int | None = None
     pods: frozenset[str] | None = None
     include_hashes: bool = False
+    min_blocks: int = 0  # rows with fewer confirmed blocks are left out
+    top_k: int | None = None  # rows past this many are left out
 
 
 class MatchResult(msgspec.Struct, frozen=True):
@@ -101,6 +103,9 @@ class Queries:
             self._count(tokens, ranked[0].matched_blocks, ranked[0].matched_tokens)
         else:
             self._count(tokens, 0, 0)
+        if query.min_blocks:
+            ranked = tuple(row for row in ranked if row.matched_blocks >= query.min_blocks)
+        ranked = ranked[: query.top_k]
         hashes = None
         if query.include_hashes:
             hashes = query.prefix_hashes

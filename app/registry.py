@@ -30,6 +30,7 @@ from app.config import Settings
 from app.errors import InvalidInput, LimitExceeded, UnknownPod
 from app.events import Tier
 from app.index.interface import Index
+from app.live import LiveFeed
 from app.pods import Pod, PodSpec, Source, SourceState
 
 logger = logging.getLogger(__name__)
@@ -51,12 +52,13 @@ class PodListener(Protocol):
 
 
 class Registry:
-    def __init__(self, settings: Settings, index: Index, clock: Callable[[], float]) -> None:
+    def __init__(self, settings: Settings, index: Index, live: LiveFeed, clock: Callable[[], float]) -> None:
         self.pods: dict[str, Pod] = {}
         self.listeners: list[PodListener] = []
         self.answers = _native.AnswerBook()  # what answers say of each source; `_publish` keeps it true
         self._settings = settings
         self._index = index
+        self._live = live
         self._clock = clock
         self._by_index_id: dict[int, Source] = {}
         self._spoke: dict[int, Source] = {}  # by index id, those that speak by HTTP: longest silent first
@@ -80,6 +82,10 @@ class Registry:
             self.source(spec.name, dp_rank)
         for listener in self.listeners:
             listener.pod_added(spec)
+        if self._live.is_heard:
+            self._live.tell(
+                "pod_added", pod=spec.name, model=spec.model, lora=spec.lora, dp_size=spec.dp_size
+            )
         return pod
 
     def find(self, name: str) -> Pod:
@@ -95,6 +101,8 @@ class Registry:
         for source in pod.sources.values():
             self._drop_source(source)
         del self.pods[name]
+        if self._live.is_heard:
+            self._live.tell("pod_removed", pod=name)
 
     # -- sources
 
@@ -193,6 +201,16 @@ class Registry:
             return
         if source.state is SourceState.DEGRADED:
             cause = source.cause  # not that the stream goes on, but what was lost before
+        if self._live.is_heard:
+            self._live.tell(
+                "state",
+                pod=source.pod,
+                dp_rank=source.dp_rank,
+                state=source.state.value,
+                state_before=before.value,
+                cause=cause,
+                last_seq=source.last_seq,
+            )
         logger.log(
             logging.INFO if source.state in (SourceState.LIVE, SourceState.CATCHING_UP) else logging.WARNING,
             "source %s rank %d is %s (was %s): %s; remedy: %s",
@@ -257,12 +275,14 @@ class Registry:
 
 
 def _keeps_contents(pod: Pod, spec: PodSpec) -> bool:
-    """Nothing differs but a block size that is so already, or the number of ranks.
+    """Nothing differs but a block size that is so already, the number of ranks, or where its load is read.
 
     Whoever follows a stream replays it from the start when told of the pod, and a replay into what is held
     would count every copy twice: so whatever concerns a stream starts empty.
     """
-    same = dataclasses.replace(spec, block_size=pod.spec.block_size, dp_size=pod.spec.dp_size) == pod.spec
+    same = pod.spec == dataclasses.replace(
+        spec, block_size=pod.spec.block_size, dp_size=pod.spec.dp_size, metrics_url=pod.spec.metrics_url
+    )
     sizes = {source.block_size for source in pod.sources.values()} - {None, spec.block_size}
     return (
         same

@@ -9,11 +9,13 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
 
 from app import __version__
+from app.api.wiring import wired
 from app.config import Settings
 from app.errors import CannotListen
 from app.main import create_app
@@ -48,6 +50,7 @@ def run(settings: Settings) -> bool:
             timeout_graceful_shutdown=settings.shutdown_grace_s,
         ),
         _address(listener),
+        on_end=wired(app).service.live.close,
     )
     # uvicorn raises the signal that ended it once more when it is done: an orderly end is not a failure.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -60,14 +63,21 @@ def run(settings: Settings) -> bool:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, address: str) -> None:
+    """Says where it listens, and calls `on_end` before it waits for requests in progress to end."""
+
+    def __init__(self, config: uvicorn.Config, address: str, *, on_end: Callable[[], None]) -> None:
         super().__init__(config)
         self._address = address
+        self._on_end = on_end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             print(f"kvindexer {__version__} listens on {self._address}", flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_end()
+        await super().shutdown(sockets)
 
 
 def _allow_descriptors() -> None:

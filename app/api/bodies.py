@@ -22,7 +22,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from fastapi import Request, Response
@@ -49,6 +49,7 @@ _PARSERS = {  # by notation and bytes a number
     (MSGPACK, 4): _native.msgpack_token_ids,
     (MSGPACK, 8): _native.msgpack_unsigned,
 }
+_SIGNED_PARSERS = {(JSON, 8): _native.json_hashes, (MSGPACK, 8): _native.msgpack_hashes}
 
 Fields = dict[str, msgspec.Raw]
 Model = TypeVar("Model", bound=BaseModel)
@@ -99,7 +100,7 @@ def _too_large(bytes_max: int) -> BodyTooLarge:
 # -- short fields
 
 
-def cut_fields(body: bytes, notation: str) -> Fields:
+def cut_fields(body: bytes | msgspec.Raw, notation: str) -> Fields:
     """The fields of an object, each still raw."""
     if _count_children(body, notation, _FIELDS_MAX) > _FIELDS_MAX:
         raise InvalidInput(f"the object has more than {_FIELDS_MAX} fields")
@@ -177,12 +178,40 @@ def _validated(model: type[Model], values: Mapping[str, Any], *, strict: bool) -
         raise InvalidInput(sentence(faults), field=faults[0][0], faults=faults) from None
 
 
+def raw_value(fields: Fields, notation: str, name: str) -> bytes | None:
+    """A field as it came; None when absent or null."""
+    raw = fields.get(name)
+    if raw is None or memoryview(raw) == _NULL[notation]:
+        return None
+    return bytes(raw)
+
+
+def objects(fields: Fields, notation: str, name: str, kind: type[Kind], count_max: int) -> Mapping[str, Kind]:
+    """An object of objects of one kind; empty when absent or null. Numbers are finite."""
+    raw = raw_value(fields, notation, name)
+    if raw is None:
+        return {}
+    if _count_children(raw, notation, count_max) > count_max:
+        raise InvalidInput(f"{name} has more than {count_max} entries", field=name)
+    made: dict[str, Kind] = _decode(msgspec.Raw(raw), notation, dict[str, kind], name)  # type: ignore[valid-type]
+    for key, value in made.items():
+        for part, number in msgspec.structs.asdict(cast(msgspec.Struct, value)).items():
+            if number != number:
+                raise InvalidInput(f"{name}.{key}.{part} is not a number", field=f"{name}.{key}.{part}")
+    return made
+
+
 # -- arrays
 
 
-def token_ids(fields: Fields, notation: str, tokens_max: int) -> bytes | None:
+def token_ids(fields: Fields, notation: str, tokens_max: int, *, name: str = "token_ids") -> bytes | None:
     """`token_ids` as uint32, little-endian; None when absent or null. No object a token is made."""
-    return _numbers(fields, "token_ids", 4, notation, tokens_max)
+    return _numbers(fields, name, 4, notation, tokens_max)
+
+
+def signed_hashes(fields: Fields, notation: str, hashes_max: int, *, name: str) -> bytes | None:
+    """Hashes as uint64, little-endian, negative ones as two's complement; None when absent or null."""
+    return _numbers(fields, name, 8, notation, hashes_max, parsers=_SIGNED_PARSERS)
 
 
 def prefix_hashes(fields: Fields, notation: str, hashes_max: int) -> bytes | None:
@@ -190,12 +219,20 @@ def prefix_hashes(fields: Fields, notation: str, hashes_max: int) -> bytes | Non
     return _numbers(fields, "prefix_hashes", 8, notation, hashes_max)
 
 
-def _numbers(fields: Fields, name: str, width: int, notation: str, count_max: int) -> bytes | None:
+def _numbers(
+    fields: Fields,
+    name: str,
+    width: int,
+    notation: str,
+    count_max: int,
+    *,
+    parsers: Mapping[tuple[str, int], Callable[[msgspec.Raw], bytes]] = MappingProxyType(_PARSERS),
+) -> bytes | None:
     raw = fields.get(name)
     if raw is None or memoryview(raw) == _NULL[notation]:
         return None
     try:
-        buffer = _PARSERS[notation, width](raw)
+        buffer = parsers[notation, width](raw)
     except _native.WireError as error:
         field = f"{name}[{error.index}]" if str(error).startswith("element") else name
         raise InvalidInput(f"{name}: {error}", field=field) from None

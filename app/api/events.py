@@ -45,7 +45,7 @@ async def events(request: Request) -> Response:
     dp_rank = fields.dp_rank if "dp_rank" in fields.model_fields_set else None
     if fields.pod is None:
         _check_count(wiring, len(batch.events) + len(batch.rejected) + batch.ignored)
-        return bodies.answer(request, _shown(_remove_everywhere(wiring.service, fields, batch), batch))
+        return bodies.answer(request, _shown(_remove_everywhere(wiring.service, fields, batch)))
     return bodies.answer(
         request,
         apply_batch(
@@ -57,6 +57,7 @@ async def events(request: Request) -> Response:
             dp_rank=dp_rank,
             seq=fields.seq,
             lora=fields.lora,
+            incomplete=fields.incomplete,
         ),
     )
 
@@ -71,6 +72,7 @@ def apply_batch(
     dp_rank: int | None,
     seq: int | None,
     lora: str | None,
+    incomplete: bool = False,
 ) -> dict[str, Any]:
     """What is answered. `dp_rank` is what the sender named; else the batch's own counts."""
     _check_count(wiring, len(batch.events) + len(batch.rejected) + batch.ignored)
@@ -78,11 +80,18 @@ def apply_batch(
         dp_rank = batch.dp_rank or 0
     digest = hash(body) if seq == 0 else None  # only what comes as number 0 is told apart by it
     result = wiring.service.post(
-        pod, batch, model=model, dp_rank=dp_rank, seq=seq, lora=lora or None, digest=digest
+        pod,
+        batch,
+        model=model,
+        dp_rank=dp_rank,
+        seq=seq,
+        lora=lora or None,
+        digest=digest,
+        incomplete=incomplete,
     )
     if batch.ts is not None and not result.duplicate:
         wiring.metrics.observe_lag(time.time() - batch.ts)
-    return _shown(result, batch)
+    return _shown(result)
 
 
 def _remove_everywhere(service: IndexerService, fields: EventsFields, batch: EventBatch) -> BatchResult:
@@ -98,7 +107,8 @@ def _remove_everywhere(service: IndexerService, fields: EventsFields, batch: Eve
     if len(removals) < len(batch.events):
         raise InvalidInput("only BlockRemoved can be said of every pod", field="events")
     removed = [service.remove_everywhere(fields.model, fields.lora or None, event) for event in removals]
-    return BatchResult(accepted=len(removals) + batch.ignored, removed_blocks=sum(removed))
+    accepted = len(removals) + batch.ignored
+    return BatchResult(accepted=accepted, ignored=batch.ignored, removed_blocks=sum(removed))
 
 
 def _from_payload(request: Request, service: IndexerService, body: bytes) -> tuple[EventsFields, EventBatch]:
@@ -139,13 +149,13 @@ def _check_count(wiring: Wiring, count: int) -> None:
         raise LimitExceeded(f"{count} events are more than events_max = {events_max}", bound="events_max")
 
 
-def _shown(result: BatchResult, batch: EventBatch) -> dict[str, Any]:
+def _shown(result: BatchResult) -> dict[str, Any]:
     return {
         "accepted": result.accepted,
         "stored_blocks": result.stored_blocks,
         "removed_blocks": result.removed_blocks,
         "orphans": result.orphans,
-        "ignored": 0 if result.duplicate else batch.ignored,
+        "ignored": result.ignored,
         "rejected": [msgspec.structs.asdict(fault) for fault in result.rejected],
         "duplicate": result.duplicate,
     }

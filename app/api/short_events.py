@@ -72,7 +72,14 @@ def _from_json(wiring: Wiring, body: bytes) -> bytes | None:
         block_size=known_block_size(wiring.service, said.pod, said.dp_rank),
     )
     result = apply_batch(
-        wiring, batch, body, pod=said.pod, model=said.model, dp_rank=said.dp_rank, seq=said.seq, lora=said.lora
+        wiring,
+        batch,
+        body,
+        pod=said.pod,
+        model=said.model,
+        dp_rank=said.dp_rank,
+        seq=said.seq,
+        lora=said.lora,
     )
     return msgspec.json.encode(result)
 

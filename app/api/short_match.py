@@ -120,6 +120,8 @@ def _query_fields(
         extra_keys = query_extra_keys(None, lora=fields.lora or None, cache_salt=fields.cache_salt)
     except InvalidInput:
         return None
-    if fields.include_hashes or (fields.hashes and fields.cache_salt):
+    if fields.include_hashes or fields.min_blocks or fields.top_k is not None:
+        return None
+    if fields.hashes and fields.cache_salt:
         return None
     return fields, extra_keys, None if fields.pods is None else frozenset(fields.pods)

@@ -65,6 +65,12 @@ def test_batch_for_every_pod_that_cannot_be(indexer: Indexer, fields: Any, place
     assert indexer.depths(TOKENS) == {"pod-a": 2}, "all of it or nothing"
 
 
+def test_unfinished_chunk_is_accepted_and_ignored(indexer: Indexer) -> None:
+    whole = stored([900], TOKENS[:8], block_size=8, medium="cpu")
+    answer = indexer.events(whole, stored([901], TOKENS[8:12], parent=900, medium="cpu")).json()
+    assert (answer["accepted"], answer["ignored"], answer["stored_blocks"]) == (2, 1, 1)
+
+
 def test_clear(indexer: Indexer) -> None:
     indexer.events(stored([1, 2], TOKENS[:8]))
     assert indexer.events(CLEARED, stored([9], TOKENS[:4])).status_code == 200
@@ -279,3 +285,60 @@ def test_pods_bound(make_indexer: Callable[..., Indexer]) -> None:
     assert indexer.events(pod="pod-a").status_code == 200
     response = indexer.events(pod="pod-b")
     assert (response.status_code, response.json()["bound"]) == (422, "pods_max")
+
+
+def prefixes(**fields: Any) -> dict[str, Any]:
+    return {
+        "type": "PrefixesStored",
+        "block_hashes": [1, 2],
+        "prefix_hashes": [11, 12],
+        "block_size": 4,
+        **fields,
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"prefix_hashes": [11]}, "1 prefix hashes for 2 blocks"),
+        ({"prefix_hashes": None}, "prefix_hashes"),
+        ({"prefix_hashes": [11, 2**64]}, "prefix_hashes"),
+        ({"copies": [1]}, "1 numbers for 2 blocks"),
+        ({"copies": [1, 0]}, "from 1 to"),
+        ({"copies": [1, -1]}, "from 1 to"),
+        ({"copies": "two"}, "copies"),
+        ({"block_size": 0}, "0 tokens a block"),
+        ({"block_size": 8}, "does not match 4"),
+        ({"medium": "paper"}, "paper"),
+    ],
+)
+def test_prefixes_that_cannot_be(indexer: Indexer, fields: dict[str, Any], said: str) -> None:
+    assert indexer.events(stored([9], [1, 2, 3, 4])).status_code == 200
+    before = indexer.service.stats()["index"]
+    response = indexer.events(prefixes(**fields))
+    assert response.status_code == 422
+    assert said in response.json()["detail"]
+    assert indexer.service.stats()["index"] == before
+
+
+def test_prefixes_are_matched_by_hash(indexer: Indexer) -> None:
+    """Even before any event of the pod has said its block size."""
+    assert indexer.events(prefixes(copies=[1, 2])).json()["stored_blocks"] == 2
+    answer = indexer.post("/v1/match", {"model": "m", "prefix_hashes": [11, 12]}).json()
+    assert (answer["block_size"], answer["matches"][0]["matched_blocks"]) == (4, 2)
+    assert indexer.get("/v1/pods/pod-a").json()["block_size"] == 4
+
+
+def test_prefixes_are_of_the_adapter_that_they_name_and_of_no_other(indexer: Indexer) -> None:
+    indexer.request("PUT", "/v1/pods/pod-a", json={"model": "m", "lora": "tuned"})
+    assert indexer.events(prefixes(), lora="tuned").status_code == 200
+    assert indexer.post("/v1/match", {"model": "m", "prefix_hashes": [11]}).json()["matches"]
+    query = {"model": "m", "lora": "tuned", "prefix_hashes": [11], "block_size": 4}
+    assert not indexer.post("/v1/match", query).json()["matches"]
+
+
+def test_an_incomplete_picture_is_degraded_until_it_is_cleared(indexer: Indexer) -> None:
+    indexer.events(stored([1], [1, 2, 3, 4]), incomplete=True)
+    assert indexer.get("/v1/pods/pod-a").json()["ranks"][0]["state"] == "degraded"
+    indexer.events(CLEARED)
+    assert indexer.get("/v1/pods/pod-a").json()["ranks"][0]["state"] == "live"

@@ -149,7 +149,7 @@ async def serve(folder: Path, options: argparse.Namespace) -> tuple[list[dict[st
     app = create_app(load_settings(tokenizers=f"{MODEL}={folder}"))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", http="httptools"))
     running = asyncio.create_task(server.serve())
-    while not server.started:
+    while not server.started:  # noqa: ASYNC110 (uvicorn has no event for it)
         await asyncio.sleep(0.01)
     try:
         return await measure(server.servers[0].sockets[0].getsockname()[1], options)

@@ -87,7 +87,14 @@ class Pair:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        bounds = load_settings(tokens_max=40, events_max=6, body_bytes_max=4_096, pods_max=4, dp_ranks_max=4)
+        bounds = load_settings(
+            tokens_max=40,
+            events_max=6,
+            body_bytes_max=4_096,
+            pods_max=4,
+            dp_ranks_max=4,
+            sweep_interval_s=60,  # a timer that fires for one of the two would make them differ
+        )
         self.short, self.long = (Indexer(bounds, self.clock, way=way) for way in ("short", "long"))
 
     def fill(self) -> None:
@@ -110,6 +117,8 @@ class Pair:
         return one
 
     def check_state(self) -> None:
+        for indexer in (self.short, self.long):
+            indexer.service.tick()
         assert self.short.picture() == self.long.picture()
         stats = [indexer.service.stats() for indexer in (self.short, self.long)]
         assert stats[0] == stats[1]

@@ -19,7 +19,20 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app import __version__
-from app.api import document, events, match, operations, pages, pods, prefixes, problems, route, streams
+from app.api import (
+    compatibility,
+    compatible_queries,
+    document,
+    events,
+    match,
+    operations,
+    pages,
+    pods,
+    prefixes,
+    problems,
+    route,
+    streams,
+)
 from app.api.observation import RequestObservation
 from app.api.short_way import ShortWay
 from app.api.wiring import Wiring, attach
@@ -98,7 +111,17 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
     )
     wiring = Wiring(settings, service, metrics, clock, readiness.missing, router, tokenizer)
     attach(app, wiring)
-    for resource in (events, match, route, prefixes, pods, operations, streams):
+    for resource in (
+        events,
+        match,
+        route,
+        prefixes,
+        pods,
+        operations,
+        streams,
+        compatibility,
+        compatible_queries,
+    ):
         app.include_router(resource.router)
     # From the inside out. What must hold for every request (metrics; a check of keys, when there is one) stands
     # outside of the short way, so that no request can go around it.

@@ -49,6 +49,7 @@ _PARSERS = {  # by notation and bytes a number
     (MSGPACK, 4): _native.msgpack_token_ids,
     (MSGPACK, 8): _native.msgpack_unsigned,
 }
+_SIGNED_PARSERS = {(JSON, 8): _native.json_hashes, (MSGPACK, 8): _native.msgpack_hashes}
 
 Fields = dict[str, msgspec.Raw]
 Model = TypeVar("Model", bound=BaseModel)
@@ -203,9 +204,14 @@ def objects(fields: Fields, notation: str, name: str, kind: type[Kind], count_ma
 # -- arrays
 
 
-def token_ids(fields: Fields, notation: str, tokens_max: int) -> bytes | None:
+def token_ids(fields: Fields, notation: str, tokens_max: int, *, name: str = "token_ids") -> bytes | None:
     """`token_ids` as uint32, little-endian; None when absent or null. No object a token is made."""
-    return _numbers(fields, "token_ids", 4, notation, tokens_max)
+    return _numbers(fields, name, 4, notation, tokens_max)
+
+
+def signed_hashes(fields: Fields, notation: str, hashes_max: int, *, name: str) -> bytes | None:
+    """Hashes as uint64, little-endian, negative ones as two's complement; None when absent or null."""
+    return _numbers(fields, name, 8, notation, hashes_max, parsers=_SIGNED_PARSERS)
 
 
 def prefix_hashes(fields: Fields, notation: str, hashes_max: int) -> bytes | None:
@@ -213,12 +219,20 @@ def prefix_hashes(fields: Fields, notation: str, hashes_max: int) -> bytes | Non
     return _numbers(fields, "prefix_hashes", 8, notation, hashes_max)
 
 
-def _numbers(fields: Fields, name: str, width: int, notation: str, count_max: int) -> bytes | None:
+def _numbers(
+    fields: Fields,
+    name: str,
+    width: int,
+    notation: str,
+    count_max: int,
+    *,
+    parsers: Mapping[tuple[str, int], Callable[[msgspec.Raw], bytes]] = MappingProxyType(_PARSERS),
+) -> bytes | None:
     raw = fields.get(name)
     if raw is None or memoryview(raw) == _NULL[notation]:
         return None
     try:
-        buffer = _PARSERS[notation, width](raw)
+        buffer = parsers[notation, width](raw)
     except _native.WireError as error:
         field = f"{name}[{error.index}]" if str(error).startswith("element") else name
         raise InvalidInput(f"{name}: {error}", field=field) from None

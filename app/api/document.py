@@ -13,7 +13,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from app import schemas
+from app import compatibility_schemas, schemas
 from app.api.bodies import JSON, MSGPACK, OCTETS
 from app.api.problems import CONTENT_TYPE as PROBLEM
 
@@ -99,11 +99,11 @@ def install(app: FastAPI) -> None:
 
 
 def _model_schemas() -> dict[str, Any]:
-    models = [
-        value for value in vars(schemas).values() if isinstance(value, type) and issubclass(value, BaseModel)
-    ]
+    values = [*vars(schemas).values(), *vars(compatibility_schemas).values()]
+    models = {value for value in values if isinstance(value, type) and issubclass(value, BaseModel)}
     _, definitions = models_json_schema(
-        [(model, "validation") for model in models if model is not BaseModel], ref_template=_REFERENCE
+        [(model, "validation") for model in sorted(models - {BaseModel}, key=lambda model: model.__name__)],
+        ref_template=_REFERENCE,
     )
     return dict(definitions["$defs"])
 

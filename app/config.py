@@ -140,12 +140,80 @@ class Settings(BaseSettings):
         description="Seconds after the start for which /readyz waits for every configured ZMQ pod.",
     )
 
+    queries_max: int = Field(1_024, ge=1, description="Queries of one batch match; past it 422.")
+    route_decay_s: float = Field(
+        10.0,
+        gt=0,
+        description="Seconds in which a choice of `/v1/route` counts for less by a factor e, as load of its pod.",
+    )
+    loads_interval_s: float = Field(
+        1.0, ge=0.05, description="Seconds between two looks at the metrics of pods with a `metrics_url`."
+    )
+    loads_stale_s: float = Field(
+        5.0, gt=0, description="Seconds after which a load that was read there counts no more."
+    )
+    loads_bytes_max: int = Field(
+        8 * 1024 * 1024, ge=1_024, description="Bytes of one pod's metrics; a longer answer is a failure."
+    )
+
+    tokenizers: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Tokenizers for text and chat, separated by ',', each as `model=folder` or `model=hub/name`.",
+    )
+    tokenizer_hub: bool = Field(
+        True,
+        description="Look for the tokenizer of a served model that is not named there under the model's own name: "
+        "an absolute path, or a repository of the hub.",
+    )
+    tokenizer_processes: int = Field(1, ge=1, le=64, description="Processes that tokenise.")
+    tokenizers_max: int = Field(
+        8, ge=1, description="Tokenizers that one of them keeps; past it the least recently used goes."
+    )
+    tokenizer_queue_max: int = Field(256, ge=1, description="Prompts that wait to be tokenised; past it 503.")
+    tokenizer_timeout_s: float = Field(
+        60.0, gt=0, description="Seconds that a prompt may take, loading included; past it 503."
+    )
+    tokenizer_retry_s: float = Field(
+        30.0, ge=0, description="Seconds before a tokenizer that could not be had is asked for again."
+    )
+    tokenizer_cache_bytes_max: int = Field(
+        64 * 1024 * 1024, ge=0, description="Bytes of token ids kept for prompts that come again."
+    )
+
+    @field_validator("tokenizers", mode="before")
+    @classmethod
+    def _split_tokenizers(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return value
+
+    @field_validator("tokenizers")
+    @classmethod
+    def _check_tokenizers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        models = [part.partition("=")[0].strip() for part in value]
+        for part, model in zip(value, models, strict=True):
+            if not model or not part.partition("=")[2].strip():
+                raise ValueError(f"{part!r} is not model=folder or model=hub/name")
+            if models.count(model) > 1:
+                raise ValueError(f"model {model!r} is there twice")
+        return value
+
+    def tokenizer_sources(self) -> dict[str, str]:
+        """Model -> the absolute path of a folder, or the name of a repository."""
+        pairs = (part.partition("=")[::2] for part in self.tokenizers)
+        return {model.strip(): _tokenizer_source(source.strip()) for model, source in pairs}
+
     @field_validator("pods", mode="before")
     @classmethod
     def _split_pods(cls, value: Any) -> Any:
         if isinstance(value, str):
             return tuple(pod.strip() for pod in value.split(";") if pod.strip())
         return value
+
+
+def _tokenizer_source(source: str) -> str:
+    is_path = source.startswith((".", "/", "~"))
+    return str(Path(source).expanduser().absolute()) if is_path else source
 
 
 def variable(name: str) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from urllib.parse import urlsplit
 
 from app.errors import InvalidInput
 
@@ -84,6 +85,19 @@ def rank_endpoints(
             field="replay_endpoint",
         )
     return tuple((publisher.at_rank(rank), replay.at_rank(rank)) for rank in range(dp_size))
+
+
+def check_metrics_url(text: str) -> None:
+    """Raises InvalidInput unless this is an http or https URL with a host."""
+    try:
+        parts = urlsplit(text)
+        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        fits = False
+    if not fits or not text.isprintable() or " " in text:
+        raise InvalidInput(
+            f"{text!r} is not a URL: http://host:port/metrics is expected", field="metrics_url"
+        )
 
 
 def _check_last_port(endpoint: Endpoint, dp_size: int, *, field: str) -> None:

@@ -9,6 +9,8 @@ IndexerError
 ├── LimitExceeded         a bound was met; `bound` names the setting
 │   └── BodyTooLarge      a request body is longer than we read
 ├── Overloaded            a queue is full; the same call may go through later
+├── TokenizerUnavailable  a tokenizer cannot be had now: the hub or its process does not answer
+├── NoCandidate           no pod is there to choose from
 ├── Unresponsive          another process did not answer, or not in time
 ├── InvalidSettings       a setting has an unknown name or an impossible value
 ├── CannotListen          the address to listen on cannot be had
@@ -81,6 +83,14 @@ class BodyTooLarge(LimitExceeded):
 
 class Overloaded(IndexerError):
     """A queue is full: nothing was changed, and the same call may go through later."""
+
+
+class TokenizerUnavailable(IndexerError):
+    """A tokenizer cannot be had now; the same call may go through later."""
+
+
+class NoCandidate(IndexerError):
+    """No pod of the model is registered, or none of those that the request names can serve it."""
 
 
 class Unresponsive(IndexerError):

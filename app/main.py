@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable
 from fastapi import FastAPI
 
 from app import __version__
-from app.api import document, events, match, operations, pages, pods, prefixes, problems
+from app.api import document, events, match, operations, pages, pods, prefixes, problems, route
 from app.api.observation import RequestObservation
 from app.api.wiring import Wiring, attach
 from app.config import Settings
@@ -31,10 +31,13 @@ from app.ingest.registry import parse_pod, read_pods_file
 from app.ingest.sequence import SequenceLimits
 from app.ingest.vllm import decode_batch
 from app.ingest.zmq import ZmqIngest, ZmqSettings
+from app.loads import Loads
 from app.metrics import Figures, Metrics
 from app.pods import PodSpec
 from app.readiness import Readiness
+from app.router import Router
 from app.service import IndexerService, index_limits
+from app.tokenizer.front import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +48,24 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
     """Raises InvalidSettings for configured pods that cannot be."""
     specs = _configured_pods(settings)
     service = IndexerService(settings, PrefixIndex(index_limits(settings)), clock=clock)
+    loads = Loads(settings, pods=lambda: [pod.spec for pod in service.pods.values()], clock=clock)
+    router = Router(settings, service, clock=clock, polled=loads.load)
+    tokenizer = Tokenizer(
+        settings,
+        serves=lambda model: any(pod.spec.model == model for pod in service.pods.values()),
+        clock=clock,
+    )
     metrics = Metrics(
         Figures(
             stats=service.stats,
             pods=lambda: service.pods.values(),
             gauges=lambda: ingest.gauges(),
             counters=lambda: ingest.counters(),
+            parts={
+                "tokenizer": (tokenizer.gauges, tokenizer.counters),
+                "loads": (loads.gauges, loads.counters),
+                "route": (dict, router.counters),
+            },
         )
     )
     ingest = ZmqIngest(service, _zmq_settings(settings), decode=functools.partial(_decode, metrics))
@@ -65,10 +80,10 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         title="kvindexer",
         version=__version__,
         description=DESCRIPTION,
-        lifespan=lambda _app: _lifespan(settings, service, ingest, metrics, readiness),
+        lifespan=lambda _app: _lifespan(settings, service, ingest, metrics, readiness, loads, tokenizer),
     )
-    attach(app, Wiring(settings, service, metrics, clock, readiness.missing))
-    for resource in (events, match, prefixes, pods, operations):
+    attach(app, Wiring(settings, service, metrics, clock, readiness.missing, router, tokenizer))
+    for resource in (events, match, route, prefixes, pods, operations):
         app.include_router(resource.router)
     app.add_middleware(RequestObservation, metrics=metrics)
     pages.install(app)
@@ -112,9 +127,16 @@ def _zmq_settings(settings: Settings) -> ZmqSettings:
 
 @contextlib.asynccontextmanager
 async def _lifespan(
-    settings: Settings, service: IndexerService, ingest: ZmqIngest, metrics: Metrics, readiness: Readiness
+    settings: Settings,
+    service: IndexerService,
+    ingest: ZmqIngest,
+    metrics: Metrics,
+    readiness: Readiness,
+    loads: Loads,
+    tokenizer: Tokenizer,
 ) -> AsyncIterator[None]:
     ingest.start()
+    loads.start()
     readiness.begin()
     timer = asyncio.create_task(_tick(service, metrics, settings.sweep_interval_s), name="tick")
     try:
@@ -123,6 +145,8 @@ async def _lifespan(
         timer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await timer
+        await loads.stop()
+        await tokenizer.close()
         ingest.stop()
 
 

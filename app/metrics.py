@@ -92,18 +92,55 @@ _ZMQ_COUNTERS = {
     "queue_full_pauses": "Times that reading stopped because the queue was full",
 }
 
+# Figures of a part of the application: the metric is kvindexer_, the part, _ and the key.
+_PART_GAUGES = {
+    "tokenizer": {
+        "waiting": "Prompts that wait to be tokenised, or are",
+        "cache_entries": "Prompts whose token ids are kept",
+        "cache_bytes": "Bytes of those",
+    },
+    "loads": {"known": "Pods whose load was read lately"},
+}
+_PART_COUNTERS = {
+    "tokenizer": {
+        "cache_hits": "Prompts whose token ids were kept from before",
+        "cache_misses": "Prompts that had to be tokenised",
+        "cache_evictions": "Prompts that went: tokenizer_cache_bytes_max",
+        "loads": "Tokenizers loaded",
+        "unloads": "Tokenizers let go: tokenizers_max",
+        "starts": "Processes started to tokenise",
+        "failures": "Times that a tokenizer could not be had",
+        "refused": "Prompts refused: tokenizer_queue_max",
+    },
+    "loads": {
+        "polls": "Times that a pod was asked for its load",
+        "failures": "Those of them without an answer that can be used",
+    },
+    "route": {
+        "choices_longest_prefix": "Choices by the longest prefix",
+        "choices_prefix_and_load": "Choices by prefix and load",
+        "choices_round_robin": "Choices in turn",
+        "choices_least_loaded": "Choices by load",
+        "reserved_blocks": "Blocks announced with a choice",
+    },
+}
+
+Count = Callable[[], Mapping[str, int]]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
     """Where a scrape reads what others count: called on the service's thread.
 
-    `stats` is IndexerService.stats; `gauges` and `counters` are those of the ZMQ ingest, by name.
+    `stats` is IndexerService.stats; `gauges` and `counters` are those of the ZMQ ingest, by name; `parts` has both
+    of others by the name of the part.
     """
 
     stats: Callable[[], Mapping[str, Any]]
     pods: Callable[[], Iterable[Pod]]
     gauges: Callable[[], Mapping[str, int]]
     counters: Callable[[], Mapping[str, int]]
+    parts: Mapping[str, tuple[Count, Count]] = dataclasses.field(default_factory=dict)
 
 
 class Metrics:
@@ -188,10 +225,20 @@ class _FiguresCollector(Collector):
             yield _gauge(f"zmq_{key}", documentation, value=gauges.get(key, 0))
         for key, documentation in _ZMQ_COUNTERS.items():
             yield _counter(f"zmq_{key}", documentation, value=counters.get(key, 0))
+        yield from _part_families(self._figures.parts)
         yield _gauge("pods", "Registered pods", value=len(pods))
         yield _gauge("uptime_seconds", "Time since the start", value=stats["uptime_s"])
         yield from _pod_families(pods)
         yield from _source_families(pods)
+
+
+def _part_families(parts: Mapping[str, tuple[Count, Count]]) -> Iterator[Metric]:
+    for part, (read_gauges, read_counters) in parts.items():
+        gauges, counters = read_gauges(), read_counters()
+        for key, documentation in _PART_GAUGES.get(part, {}).items():
+            yield _gauge(f"{part}_{key}", documentation, value=gauges.get(key, 0))
+        for key, documentation in _PART_COUNTERS.get(part, {}).items():
+            yield _counter(f"{part}_{key}", documentation, value=counters.get(key, 0))
 
 
 def _pod_families(pods: Iterable[Pod]) -> Iterator[Metric]:

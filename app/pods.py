@@ -37,6 +37,7 @@ class PodSpec:
     replay_endpoint: str | None = None
     topic: str = ""
     dp_size: int = 1
+    metrics_url: str | None = None  # where its Prometheus metrics are read for its load
 
 
 @dataclasses.dataclass(slots=True)

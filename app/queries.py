@@ -38,6 +38,8 @@ class MatchQuery:
     block_size: int | None = None
     pods: frozenset[str] | None = None
     include_hashes: bool = False
+    min_blocks: int = 0  # rows with fewer confirmed blocks are left out
+    top_k: int | None = None  # rows past this many are left out
 
 
 class MatchResult(msgspec.Struct, frozen=True):
@@ -98,6 +100,9 @@ class Queries:
         if ranked and ranked[0].matched_blocks:
             self.matches_hit += 1
             self.tokens_matched += ranked[0].matched_tokens
+        if query.min_blocks:
+            ranked = tuple(row for row in ranked if row.matched_blocks >= query.min_blocks)
+        ranked = ranked[: query.top_k]
         hashes = None
         if query.include_hashes:
             hashes = query.prefix_hashes

@@ -223,12 +223,14 @@ class Registry:
 
 
 def _keeps_contents(pod: Pod, spec: PodSpec) -> bool:
-    """Nothing differs but a block size that is so already, or the number of ranks.
+    """Nothing differs but a block size that is so already, the number of ranks, or where its load is read.
 
     Whoever follows a stream replays it from the start when told of the pod, and a replay into what is held
     would count every copy twice: so whatever concerns a stream starts empty.
     """
-    same = dataclasses.replace(spec, block_size=pod.spec.block_size, dp_size=pod.spec.dp_size) == pod.spec
+    same = pod.spec == dataclasses.replace(
+        spec, block_size=pod.spec.block_size, dp_size=pod.spec.dp_size, metrics_url=pod.spec.metrics_url
+    )
     sizes = {source.block_size for source in pod.sources.values()} - {None, spec.block_size}
     return (
         same

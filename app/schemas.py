@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 NAME_CHARS_MAX = 1_024
 PODS_ASKED_MAX = 10_000
@@ -22,12 +22,22 @@ TOKEN_ID_MAX = 2**32 - 1
 HASH_MAX = 2**64 - 1
 
 Name = Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX, pattern=r"^[^\x00-\x1f\x7f]+$")]
+_AdapterName = Annotated[str, Field(max_length=NAME_CHARS_MAX, pattern=r"^[^\x00-\x1f\x7f]*$")]
+_AdapterNumber = Annotated[int, Field(ge=0, le=2**63 - 1)]
+
+
+def _adapter_name(value: Any) -> Any:
+    """Events of engines that number their adapters and publish no names have the number for a name."""
+    fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    return str(value) if fits else value
+
+
 Adapter = Annotated[
-    str,
+    _AdapterName,
+    BeforeValidator(_adapter_name, json_schema_input_type=_AdapterName | _AdapterNumber),
     Field(
-        max_length=NAME_CHARS_MAX,
-        pattern=r"^[^\x00-\x1f\x7f]*$",
-        description="LoRA adapter; none when empty.",
+        description="LoRA adapter by name, or by number where the engine's events have no name; none when empty.",
+        examples=["sql-adapter"],
     ),
 ]
 TokenId = Annotated[int, Field(ge=0, le=TOKEN_ID_MAX)]
@@ -49,6 +59,29 @@ class Body(BaseModel):
     """Base of all: unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+# -- problems
+
+
+class Fault(Body):
+    """One fault of a request."""
+
+    field: str = Field(description="Its place as a dotted path; empty when it is the whole.")
+    detail: str
+
+
+class Problem(BaseModel):
+    """RFC 9457 problem object."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    errors: list[Fault]
+    bound: str | None = Field(None, description="The setting whose bound was met.")
 
 
 # -- events
@@ -190,18 +223,63 @@ class MatchFields(PromptFields):
         None, description="Only these pods (those that are ready to serve)."
     )
     include_hashes: bool = Field(False, description="Answer the prompt's prefix hashes too.")
+    min_blocks: int = Field(
+        0, ge=0, le=TOKEN_ID_MAX, description="Leave out ranks with fewer confirmed blocks.", examples=[4]
+    )
+    top_k: int | None = Field(
+        None, ge=1, le=PODS_ASKED_MAX, description="At most so many ranks, the best ones.", examples=[3]
+    )
 
 
-class MatchRequest(MatchFields):
-    """Which pods hold the longest leading part of this prompt? One of `token_ids` and `prefix_hashes`."""
+class TextFields(MatchFields):
+    """A match query that may be text or chat, without what is text or array."""
+
+    add_generation_prompt: bool = Field(
+        True, description="With `messages`: the chat template opens the answer, as an engine's does."
+    )
+    continue_final_message: bool = Field(
+        False, description="With `messages`: the last of them is to be continued, not answered."
+    )
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Add what the tokenizer puts around a text; as vLLM when absent: yes for `text`, no for `messages`.",
+    )
+
+
+class PromptParts(BaseModel):
+    """A prompt: exactly one of `token_ids`, `prefix_hashes`, `text` and `messages`, and what belongs to it."""
+
+    token_ids: list[TokenId] | None = _TOKEN_IDS
+    prefix_hashes: list[PrefixHash] | None = _PREFIX_HASHES
+    text: str | None = Field(
+        None,
+        description="Instead of token ids: the prompt, tokenised as the engine does it for completions.",
+        examples=["Once upon a time"],
+    )
+    messages: list[dict[str, Any]] | None = Field(
+        None,
+        description="Instead of token ids: chat messages, as in the OpenAI API; text only.",
+        examples=[[{"role": "user", "content": "Hello"}]],
+    )
+    tools: list[dict[str, Any]] | None = Field(
+        None,
+        description="With `messages`: the tools that the chat template writes down.",
+        examples=[[{"type": "function", "function": {"name": "now"}}]],
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None,
+        description="With `messages`: other variables of the chat template.",
+        examples=[{"enable_thinking": False}],
+    )
+    extra_keys: list[list[Any] | None] | None = _EXTRA_KEYS
+
+
+class MatchRequest(PromptParts, TextFields):
+    """Which pods hold the longest leading part of this prompt?"""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"model": "m", "token_ids": [11, 12, 13, 14, 15], "pods": ["pod-a"]}]}
     )
-
-    token_ids: list[TokenId] | None = _TOKEN_IDS
-    prefix_hashes: list[PrefixHash] | None = _PREFIX_HASHES
-    extra_keys: list[list[Any] | None] | None = _EXTRA_KEYS
 
 
 class MatchRowResponse(Body):
@@ -231,6 +309,110 @@ class MatchResponse(Body):
     tokens: int
     blocks: int
     matches: list[MatchRowResponse]
+    prefix_hashes: list[PrefixHash] | None
+
+
+class BatchRequest(Body):
+    """Several match queries."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "queries": [
+                        {"model": "m", "token_ids": [11, 12, 13, 14, 15]},
+                        {"model": "m", "token_ids": [11, 12, 13, 14], "top_k": 1},
+                    ]
+                }
+            ]
+        }
+    )
+
+    queries: list[MatchRequest]
+
+
+class BatchResponse(Body):
+    """The answers in the order of the queries; a problem where a query was refused."""
+
+    results: list[MatchResponse | Problem]
+
+
+PolicyName = Literal["longest_prefix", "prefix_and_load", "round_robin", "least_loaded"]
+_Requests = Annotated[float, Field(ge=0, le=1e9)]
+
+
+class LoadFields(Body):
+    """What a pod says of itself, all its ranks together."""
+
+    running: _Requests = Field(0.0, description="vllm:num_requests_running", examples=[3])
+    waiting: _Requests = Field(0.0, description="vllm:num_requests_waiting", examples=[0])
+    kv_usage: float = Field(0.0, ge=0, le=1, description="vllm:kv_cache_usage_perc", examples=[0.4])
+
+
+class RouteFields(TextFields):
+    """Which pod should a prompt go to? Without what is text or array."""
+
+    loads: Annotated[dict[Name, LoadFields], Field(max_length=PODS_ASKED_MAX)] = Field(
+        {},
+        description="Loads by pod. Those of other pods are read from their metrics where they have a `metrics_url`, "
+        "or else estimated from the choices made lately.",
+        examples=[{"pod-a": {"running": 3, "waiting": 0, "kv_usage": 0.4}}],
+    )
+    policy: PolicyName = Field("prefix_and_load", description="How to choose.", examples=["prefix_and_load"])
+    reserve: bool = Field(
+        False, description="Announce the prompt for the chosen rank, as `/v1/prefixes` does.", examples=[True]
+    )
+    ttl_s: float = Field(2.0, gt=0, description="Seconds after which that announcement expires.")
+
+
+class RouteRequest(PromptParts, RouteFields):
+    """Which pod should this prompt go to?"""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "model": "m",
+                    "token_ids": [11, 12, 13, 14, 15],
+                    "loads": {"pod-a": {"running": 3, "waiting": 0, "kv_usage": 0.4}},
+                    "policy": "prefix_and_load",
+                    "reserve": True,
+                }
+            ]
+        }
+    )
+
+
+class CandidateRow(Body):
+    """A rank that could have been chosen."""
+
+    pod: str
+    dp_rank: int
+    score: float = Field(description="Higher is better; comparable within one answer.")
+    matched_blocks: int
+    speculative_blocks: int
+    load: LoadFields | None = Field(description="What the choice went by; null when not known.")
+    own_requests: float = Field(description="Choices of this service that the load does not have in it yet.")
+    state: StateLabel | None = Field(description="Null for a pod that is not registered.")
+    reason: str = Field(description="The same in words.")
+
+
+class RouteResponse(Body):
+    """The choice, and the best of the others."""
+
+    pod: str
+    dp_rank: int
+    score: float
+    policy: PolicyName
+    model: str
+    lora: str | None
+    block_size: int
+    tokens: int
+    blocks: int
+    reserved_blocks: int = Field(description="Blocks announced for the chosen rank.")
+    candidates: list[CandidateRow] = Field(
+        description="Best first, the chosen one in front; at most `top_k`, or 64."
+    )
     prefix_hashes: list[PrefixHash] | None
 
 
@@ -307,6 +489,11 @@ class PodRequest(Body):
     replay_endpoint: Endpoint | None = Field(None, description="Where rank 0 replays what was missed.")
     topic: Annotated[str, Field(max_length=NAME_CHARS_MAX)] = ""
     dp_size: int = Field(1, ge=1, le=DP_RANK_MAX + 1, description="Data-parallel ranks.")
+    metrics_url: Endpoint | None = Field(
+        None,
+        description="Where its Prometheus metrics are, if `/v1/route` is to know its load.",
+        examples=["http://10.0.0.7:8000/metrics"],
+    )
 
 
 class RankResponse(Body):
@@ -335,6 +522,7 @@ class PodResponse(Body):
     replay_endpoint: str | None
     topic: str
     dp_size: int
+    metrics_url: str | None
     ranks: list[RankResponse]
 
 
@@ -367,26 +555,6 @@ class HealthResponse(Body):
 
     status: Literal["ok"]
     version: str
-
-
-class Fault(Body):
-    """One fault of a request."""
-
-    field: str = Field(description="Its place as a dotted path; empty when it is the whole.")
-    detail: str
-
-
-class Problem(BaseModel):
-    """RFC 9457 problem object."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    errors: list[Fault]
-    bound: str | None = Field(None, description="The setting whose bound was met.")
 
 
 class StatsResponse(BaseModel):

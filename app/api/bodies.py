@@ -87,7 +87,7 @@ def _too_large(bytes_max: int) -> BodyTooLarge:
 # -- short fields
 
 
-def cut_fields(body: bytes, notation: str) -> Fields:
+def cut_fields(body: bytes | msgspec.Raw, notation: str) -> Fields:
     """The fields of an object, each still raw."""
     fields: Fields = _decode(body, notation, Fields)
     if len(fields) > _FIELDS_MAX:
@@ -131,6 +131,14 @@ def _validated(model: type[Model], values: Mapping[str, Any], *, strict: bool) -
     except ValidationError as error:
         faults = [(place(fault["loc"]), fault["msg"]) for fault in error.errors(include_url=False)]
         raise InvalidInput(sentence(faults), field=faults[0][0], faults=faults) from None
+
+
+def raw_value(fields: Fields, notation: str, name: str) -> bytes | None:
+    """A field as it came; None when absent or null."""
+    raw = fields.get(name)
+    if raw is None or memoryview(raw) == _NULL[notation]:
+        return None
+    return bytes(raw)
 
 
 # -- arrays

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
-from app.api import bodies
+from app.api import bodies, problems
 from app.api.document import described
+from app.api.prompts import ARRAYS, make_query, read_query
 from app.api.wiring import Wiring, wiring_of
-from app.errors import InvalidInput
-from app.extra_keys import query_extra_keys
-from app.schemas import MatchFields, MatchRequest, MatchResponse
+from app.errors import IndexerError, InvalidInput, LimitExceeded
+from app.schemas import BatchRequest, BatchResponse, MatchFields, MatchRequest, MatchResponse, TextFields
 from app.service import MatchQuery, MatchResult, MatchRow
 
 router = APIRouter(prefix="/v1", tags=["match"])
-
-HASHES_ALONE = "prefix_hashes have salts and extra keys in them already: send none beside them"
-
-_ARRAYS = ("token_ids", "prefix_hashes", "extra_keys")
 
 
 @router.post("/match", **described(MatchResponse, body=MatchRequest, query=MatchFields, octets=True))
@@ -35,51 +33,57 @@ async def match(request: Request) -> Response:
         query = _octets_query(request, wiring, body)
     else:
         bodies.refuse_query(request)
-        query = _fields_query(wiring, body, notation)
+        query = await _fields_query(wiring, bodies.cut_fields(body, notation), notation)
+    return bodies.answer(request, _answer(wiring, query))
+
+
+@router.post("/match/batch", **described(BatchResponse, body=BatchRequest))
+async def match_batch(request: Request) -> Response:
+    """Several match queries at once, answered in order; one that is refused has a problem in its place."""
+    wiring = wiring_of(request)
+    notation = bodies.content_type(request, bodies.JSON, bodies.MSGPACK)
+    bodies.refuse_query(request)
+    body = await bodies.read_body(request, wiring.settings.body_bytes_max)
+    fields = bodies.cut_fields(body, notation)
+    for name in fields:
+        if name != "queries":
+            raise InvalidInput(f"{name} is not known here", field=name)
+    queries = bodies.raw_list(fields, notation, "queries")
+    queries_max = wiring.settings.queries_max
+    if len(queries) > queries_max:
+        detail = f"{len(queries)} queries are more than queries_max = {queries_max}"
+        raise LimitExceeded(detail, bound="queries_max")
+    results = []
+    for raw in queries:
+        results.append(await _batch_row(wiring, raw, notation))
+        await asyncio.sleep(0)  # between two queries others have their turn
+    return bodies.answer(request, {"results": results})
+
+
+async def _batch_row(wiring: Wiring, raw: msgspec.Raw, notation: str) -> dict[str, Any]:
+    try:
+        return _answer(wiring, await _fields_query(wiring, bodies.cut_fields(raw, notation), notation))
+    except IndexerError as error:
+        return problems.content_of(error)
+
+
+def _answer(wiring: Wiring, query: MatchQuery) -> dict[str, Any]:
     result = wiring.service.match(query)
     wiring.metrics.observe_match(result.matches[0].matched_blocks if result.matches else 0)
-    return bodies.answer(request, _shown(result))
+    return shown(result)
 
 
 def _octets_query(request: Request, wiring: Wiring, body: bytes) -> MatchQuery:
     fields = bodies.validate_query(MatchFields, request, lists=("pods",))
-    return _query(fields, token_ids=bodies.octet_token_ids(body, wiring.settings.tokens_max))
+    return make_query(fields, token_ids=bodies.octet_token_ids(body, wiring.settings.tokens_max))
 
 
-def _fields_query(wiring: Wiring, body: bytes, notation: str) -> MatchQuery:
-    raw = bodies.cut_fields(body, notation)
-    fields = bodies.validate(MatchFields, raw, notation, beside=_ARRAYS)
-    token_ids = bodies.token_ids(raw, notation, wiring.settings.tokens_max)
-    hashes = bodies.prefix_hashes(raw, notation, wiring.settings.tokens_max)
-    extra_keys = bodies.extra_keys(raw, notation)
-    if (token_ids is None) == (hashes is None):
-        raise InvalidInput("exactly one of token_ids and prefix_hashes is needed", field="token_ids")
-    if hashes is not None and (extra_keys is not None or fields.cache_salt):
-        raise InvalidInput(HASHES_ALONE, field="prefix_hashes")
-    return _query(fields, token_ids=token_ids, prefix_hashes=hashes, extra_keys=extra_keys)
+async def _fields_query(wiring: Wiring, raw: bodies.Fields, notation: str) -> MatchQuery:
+    fields = bodies.validate(TextFields, raw, notation, beside=ARRAYS)
+    return await read_query(wiring, fields, raw, notation)
 
 
-def _query(
-    fields: MatchFields,
-    *,
-    token_ids: bytes | None,
-    prefix_hashes: bytes | None = None,
-    extra_keys: list[list[Any] | None] | None = None,
-) -> MatchQuery:
-    lora = fields.lora or None
-    return MatchQuery(
-        model=fields.model,
-        lora=lora,
-        token_ids=token_ids,
-        prefix_hashes=prefix_hashes,
-        extra_keys=query_extra_keys(extra_keys, lora=lora, cache_salt=fields.cache_salt),
-        block_size=fields.block_size,
-        pods=None if fields.pods is None else frozenset(fields.pods),
-        include_hashes=fields.include_hashes,
-    )
-
-
-def _shown(result: MatchResult) -> dict[str, Any]:
+def shown(result: MatchResult) -> dict[str, Any]:
     return {
         "model": result.model,
         "lora": result.lora,

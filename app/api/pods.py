@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from app.api import bodies
 from app.api.document import described
 from app.api.wiring import Wiring, wiring_of
-from app.endpoints import rank_endpoints
+from app.endpoints import check_metrics_url, rank_endpoints
 from app.errors import InvalidInput
 from app.events import Tier
 from app.pods import Pod, PodSpec, Source
@@ -80,6 +80,8 @@ def _spec(name: str, said: PodRequest) -> PodSpec:
         raise InvalidInput(
             f"{name!r} is not a name for a pod: {error.errors()[0]['msg']}", field="pod"
         ) from None
+    if said.metrics_url is not None:
+        check_metrics_url(said.metrics_url)
     if said.zmq_endpoint is not None:
         rank_endpoints(said.zmq_endpoint, said.replay_endpoint, said.dp_size)
     elif said.replay_endpoint is not None:
@@ -98,6 +100,7 @@ def _shown(wiring: Wiring, pod: Pod) -> dict[str, Any]:
         "replay_endpoint": spec.replay_endpoint,
         "topic": spec.topic,
         "dp_size": spec.dp_size,
+        "metrics_url": spec.metrics_url,
         "ranks": [_shown_rank(wiring, source) for _, source in sorted(pod.sources.items())],
     }
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from app.api import bodies
 from app.api.document import described
-from app.api.match import HASHES_ALONE
+from app.api.prompts import HASHES_ALONE
 from app.api.wiring import Wiring, wiring_of
 from app.errors import InvalidInput
 from app.extra_keys import query_extra_keys

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -21,7 +22,9 @@ from app.errors import (
     IndexerError,
     InvalidInput,
     LimitExceeded,
+    NoCandidate,
     Overloaded,
+    TokenizerUnavailable,
     UnknownPod,
     UnreadableBatch,
     UnreadableBody,
@@ -38,9 +41,11 @@ STATUSES: tuple[tuple[type[IndexerError], int, str], ...] = (
     (UnreadableBatch, 400, "unreadable-batch"),
     (InvalidInput, 422, "invalid-input"),
     (UnknownPod, 404, "unknown-pod"),
+    (NoCandidate, 404, "no-candidate"),
     (BodyTooLarge, 413, "body-too-large"),
     (LimitExceeded, 422, "limit-exceeded"),
     (Overloaded, 503, "overloaded"),
+    (TokenizerUnavailable, 503, "tokenizer-unavailable"),
 )
 
 Faults = Sequence[tuple[str, str]]
@@ -64,7 +69,29 @@ def problem(
     bound: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> JSONResponse:
-    content: dict[str, object] = {
+    content = _content(status, slug, detail, faults, bound)
+    return JSONResponse(content, status, headers, media_type=CONTENT_TYPE)
+
+
+def content_of(error: IndexerError) -> dict[str, Any]:
+    """The problem object of an error that is not an answer of its own. An error that has no status is raised."""
+    row = next((row for row in STATUSES if isinstance(error, row[0])), None)
+    if row is None:
+        raise error
+    _, status, slug = row
+    faults: Faults = [("", str(error))]
+    if isinstance(error, BatchRejected):
+        faults = [(f"events[{event.index}]", event.detail) for event in error.rejected]
+    elif isinstance(error, InvalidInput):
+        faults = error.faults
+    elif isinstance(error, UnknownPod):
+        faults = [("pod", str(error))]
+    bound = error.bound if isinstance(error, LimitExceeded) else None
+    return _content(status, slug, str(error), faults, bound)
+
+
+def _content(status: int, slug: str, detail: str, faults: Faults, bound: str | None) -> dict[str, Any]:
+    content: dict[str, Any] = {
         "type": f"urn:kvindexer:problem:{slug}",
         "title": http.HTTPStatus(status).phrase,
         "status": status,
@@ -73,7 +100,7 @@ def problem(
     }
     if bound is not None:
         content["bound"] = bound
-    return JSONResponse(content, status, headers, media_type=CONTENT_TYPE)
+    return content
 
 
 def place(location: Sequence[int | str]) -> str:
@@ -85,25 +112,15 @@ def place(location: Sequence[int | str]) -> str:
 
 
 async def _indexer_error(_request: Request, error: Exception) -> JSONResponse:
-    row = next((row for row in STATUSES if isinstance(error, row[0])), None)
-    if row is None:
-        raise error
-    _, status, slug = row
+    assert isinstance(error, IndexerError)
+    content = content_of(error)
     headers = None
     if isinstance(error, BodyTooLarge):
         # The rest of the body is not read, so nothing more can be understood on this connection.
         headers = {"Connection": "close"}
-    elif isinstance(error, Overloaded):
+    elif isinstance(error, (Overloaded, TokenizerUnavailable)):
         headers = {"Retry-After": "1"}
-    faults: Faults = [("", str(error))]
-    if isinstance(error, BatchRejected):
-        faults = [(f"events[{event.index}]", event.detail) for event in error.rejected]
-    elif isinstance(error, InvalidInput):
-        faults = error.faults
-    elif isinstance(error, UnknownPod):
-        faults = [("pod", str(error))]
-    bound = error.bound if isinstance(error, LimitExceeded) else None
-    return problem(status, slug, str(error), faults=faults, bound=bound, headers=headers)
+    return JSONResponse(content, content["status"], headers, media_type=CONTENT_TYPE)
 
 
 async def _validation_error(_request: Request, error: Exception) -> JSONResponse:

@@ -10,7 +10,9 @@ from fastapi import FastAPI, Request
 
 from app.config import Settings
 from app.metrics import Metrics
+from app.router import Router
 from app.service import IndexerService
+from app.tokenizer.front import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,6 +24,8 @@ class Wiring:
     metrics: Metrics
     clock: Callable[[], float]
     not_ready: Callable[[], list[tuple[str, str]]]
+    router: Router
+    tokenizer: Tokenizer
 
 
 def attach(app: FastAPI, wiring: Wiring) -> None:

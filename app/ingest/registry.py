@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from app.endpoints import rank_endpoints
+from app.endpoints import check_metrics_url, rank_endpoints
 from app.errors import InvalidInput
 from app.pods import PodSpec
 
@@ -24,6 +24,7 @@ _SPEC_FIELDS = {
     "dp_size": "dp_size",
     "lora": "lora",
     "topic": "topic",
+    "metrics": "metrics_url",
 }
 _NUMBERS = frozenset({"block_size", "dp_size"})
 
@@ -48,6 +49,8 @@ def parse_pod(text: str) -> PodSpec:
     if "model" not in values:
         raise InvalidInput(f"pod {name!r} has no model", field=f"{name}.model")
     spec = PodSpec(name, zmq_endpoint=endpoint or None, **values)  # type: ignore[arg-type]
+    if spec.metrics_url is not None:
+        check_metrics_url(spec.metrics_url)
     _check_endpoints(spec)
     return spec
 

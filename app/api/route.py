@@ -1,0 +1,85 @@
+"""Where should a prompt go?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from app.api import bodies
+from app.api.document import described
+from app.api.prompts import ARRAYS, read_query
+from app.api.wiring import wiring_of
+from app.router import RouteResult
+from app.routing import Load, Policy, Ranked, reason
+from app.schemas import RouteFields, RouteRequest, RouteResponse
+
+router = APIRouter(prefix="/v1", tags=["match"])
+
+CANDIDATES_SHOWN = 64  # without `top_k`
+
+
+@router.post("/route", **described(RouteResponse, body=RouteRequest))
+async def route(request: Request) -> Response:
+    """Chooses a pod for a prompt by what each holds of it and how busy it is."""
+    wiring = wiring_of(request)
+    notation = bodies.content_type(request, bodies.JSON, bodies.MSGPACK)
+    bodies.refuse_query(request)
+    body = await bodies.read_body(request, wiring.settings.body_bytes_max)
+    raw = bodies.cut_fields(body, notation)
+    fields = bodies.validate(RouteFields, raw, notation, beside=ARRAYS)
+    query = await read_query(wiring, fields, raw, notation)
+    result = wiring.router.route(
+        query,
+        policy=Policy(fields.policy),
+        loads={pod: Load(said.running, said.waiting, said.kv_usage) for pod, said in fields.loads.items()},
+        reserve=fields.reserve,
+        ttl_s=fields.ttl_s,
+    )
+    held = result.match.matches
+    wiring.metrics.observe_match(held[0].matched_blocks if held else 0)
+    return bodies.answer(request, _shown(result, fields))
+
+
+def _shown(result: RouteResult, fields: RouteFields) -> dict[str, Any]:
+    match, best = result.match, result.ranked[0]
+    # `min_blocks` leaves out rows, never the choice itself.
+    rows = [row for row in result.ranked if row is best or _matched(row) >= fields.min_blocks]
+    hashes = match.prefix_hashes if fields.include_hashes else None
+    return {
+        "pod": best.candidate.pod,
+        "dp_rank": best.candidate.dp_rank,
+        "score": best.score,
+        "policy": fields.policy,
+        "model": match.model,
+        "lora": match.lora,
+        "block_size": match.block_size,
+        "tokens": match.tokens,
+        "blocks": match.blocks,
+        "reserved_blocks": result.reserved_blocks,
+        "candidates": [_shown_row(row, match.tokens) for row in rows[: fields.top_k or CANDIDATES_SHOWN]],
+        "prefix_hashes": None if hashes is None else bodies.numbers_of(hashes),
+    }
+
+
+def _matched(ranked: Ranked) -> int:
+    row = ranked.candidate.row
+    return 0 if row is None else row.matched_blocks
+
+
+def _shown_row(ranked: Ranked, tokens: int) -> dict[str, Any]:
+    candidate = ranked.candidate
+    load = candidate.load
+    return {
+        "pod": candidate.pod,
+        "dp_rank": candidate.dp_rank,
+        "score": ranked.score,
+        "matched_blocks": _matched(ranked),
+        "speculative_blocks": 0 if candidate.row is None else candidate.row.speculative_blocks,
+        "load": None
+        if load is None
+        else {"running": load.running, "waiting": load.waiting, "kv_usage": load.kv_usage},
+        "own_requests": candidate.own,
+        "state": candidate.state,
+        "reason": reason(ranked, tokens=tokens),
+    }

@@ -45,12 +45,14 @@ def _add_commands() -> None:
     """Adds what needs the native core, which may not be there."""
     if importlib.util.find_spec("app._native") is None:
         raise NativeCoreMissing
+    from app.experiment.command import experiment
     from app.replay.command import replay
     from app.simulator.command import simulate
 
     if "replay" not in {command.name for command in cli.registered_commands}:
         cli.command("replay")(replay)
         cli.command("simulate")(simulate)
+        cli.command("experiment")(experiment)
 
 
 def _say(text: str) -> None:

@@ -77,6 +77,38 @@ class PrefixIndex:
     def sweep(self, now: int, visits_max: int) -> tuple[int, int, bool]: ...
     def statistics(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int]: ...
 
+class AnswerBook:
+    """What an answer says of each source beside its depths (native/answer_book.hpp)."""
+
+    def __init__(self) -> None: ...
+    def put(
+        self,
+        source: int,
+        pod: str,
+        opening: bytes,
+        dp_rank: int,
+        block_size: int,
+        state: str,
+        heard_at_s: float,
+    ) -> None:
+        """`opening` is the row's JSON up to its first figure; `block_size` 0 and `heard_at_s` NaN are none."""
+
+    def drop(self, source: int) -> None: ...
+    def render(
+        self,
+        head: bytes,
+        tail: bytes,
+        answers: list[tuple[int, bytes]],
+        unit: int,
+        tokens: int,
+        now_s: float,
+        sources: set[int] | None,
+    ) -> tuple[bytes, int, int]:
+        """`head`, the rows best first, `tail`; and how deep the best row is, in blocks and in tokens.
+
+        `answers` are (block size, packed rows) of each context, `sources` those that may be shown.
+        """
+
 # -- wire: raw spans of msgpack or JSON to buffers (native/wire.hpp)
 
 Opened: TypeAlias = bytes | list[bytes] | dict[str, bytes]
@@ -105,6 +137,26 @@ def json_token_ids(data: Buffer) -> bytes:
 
 def json_hashes(data: Buffer) -> bytes:
     """The text of an array of integers in -2^63..2^64-1 or hexadecimal strings, as uint64."""
+
+def json_unsigned(data: Buffer) -> bytes:
+    """The text of an array of integers in 0..2^64-1, as uint64."""
+
+def msgpack_unsigned(data: Buffer) -> bytes:
+    """An array of integers in 0..2^64-1, as uint64."""
+
+def json_cut(data: Buffer, numbers_max: int, arrays_max: int) -> tuple[bytes, list[bytes]] | None:
+    """What is left of a JSON text when its arrays of token ids and hashes are cut out, and their buffers.
+
+    In the place of each array stands its number (native/json_cut.hpp). None for a text that is not
+    understood, an array that its parser refuses, or more of either than wanted; what is left may be
+    malformed, and is so exactly when the text is.
+    """
+
+def json_child_count(data: Buffer, count_max: int) -> int:
+    """Values directly in an array or object of valid JSON, counted as far as `count_max` + 1."""
+
+def msgpack_child_count(data: Buffer) -> int:
+    """Values directly in an array or map (two an entry); 0 for anything else."""
 
 def msgpack_children(data: Buffer, children_max: int) -> list[bytes] | dict[str, bytes]:
     """The raw spans of the children of an array, or of a map by its text keys.

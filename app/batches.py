@@ -2,7 +2,10 @@
 
 Sifting changes nothing, so that a batch of which nothing can be used can be refused as a whole. It finds what
 the codec cannot know: on the GPU tier every block of a source has one size, the declared one or that of its
-first event. Offload tiers are free of that: LMCache stores chunks of 256 tokens beside engine blocks of 16.
+first event. Offload tiers have a size of their own: LMCache stores chunks of 256 tokens beside engine blocks of
+16. The unfinished end of a prompt it publishes as a smaller chunk, with its length for a block size; no longer
+prompt ever finds that one, so a tier's size is the largest that its source has shown, and smaller ones are
+ignored. Each would otherwise be a context of its own, asked by every query.
 
 Batches come in two ways. `post` is for whoever speaks by HTTP: it registers the pod, leaves out batches that
 were seen, notices gaps, and refuses a batch of which nothing can be used. `apply` is for a stream whose order
@@ -13,12 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TypeGuard
 
 from app.config import Settings
 from app.errors import BatchRejected, InvalidInput
-from app.events import BlockRemoved, BlockStored, Event, EventBatch, RejectedEvent, Tier
+from app.events import BlockRemoved, BlockStored, Event, EventBatch, PrefixesStored, RejectedEvent, Tier
 from app.index.interface import Index
+from app.live import LiveFeed
 from app.pods import PodSpec, Source
 from app.registry import Registry
 
@@ -28,6 +33,7 @@ class BatchResult:
     """What a batch did. `orphans` are blocks of it that wait for their parent."""
 
     accepted: int = 0
+    ignored: int = 0  # of the accepted: they say nothing about a reusable prefix
     stored_blocks: int = 0
     removed_blocks: int = 0
     orphans: int = 0
@@ -37,12 +43,13 @@ class BatchResult:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sifted:
-    """The events that can be applied, those that the codec or `sift` rejected, and the size learned."""
+    """The events that can be applied, those that the codec or `sift` rejected, and the sizes learned."""
 
     events: tuple[Event, ...]
     rejected: tuple[RejectedEvent, ...]
     ignored: int
     block_size: int | None
+    chunk_sizes: Mapping[Tier, int]
 
     @property
     def is_useless(self) -> bool:
@@ -50,21 +57,38 @@ class Sifted:
         return bool(self.rejected) and not self.events and not self.ignored
 
 
-def sift(batch: EventBatch, block_size: int | None) -> Sifted:
-    """`block_size` is the one of the source's GPU tier; None when it is not known yet."""
+def sift(batch: EventBatch, block_size: int | None, chunk_sizes: Mapping[Tier, int]) -> Sifted:
+    """`block_size` is the one of the source's GPU tier, None when it is not known yet; `chunk_sizes` are those of
+    its other tiers, as far as they are known."""
+    stores = [event for event in batch.events if _tells_size(event)]
+    if block_size is None:
+        block_size = next((event.block_size for event in stores if event.tier is Tier.GPU), None)
+    chunk_sizes = dict(chunk_sizes)
+    for stored in stores:
+        if stored.tier is not Tier.GPU and stored.block_size % (block_size or 1) == 0:
+            chunk_sizes[stored.tier] = max(stored.block_size, chunk_sizes.get(stored.tier, 0))
     events: list[Event] = []
     rejected = list(batch.rejected)
     for position, event in zip(batch.positions, batch.events, strict=True):
-        if isinstance(event, BlockStored) and event.tier is Tier.GPU and event.token_ids:
-            if block_size is None:
-                block_size = event.block_size
-            if event.block_size != block_size:
-                detail = f"block_size {event.block_size} does not match {block_size}, the size of this source"
+        if _tells_size(event):
+            if event.tier is not Tier.GPU and event.block_size != chunk_sizes.get(event.tier):
+                continue
+            if event.tier is Tier.GPU and event.block_size != block_size:
+                detail = (
+                    f"block_size {event.block_size} does not match {block_size}, "
+                    "which was declared for this source or came first"
+                )
                 rejected.append(RejectedEvent(index=position, reason="block_size", detail=detail))
                 continue
         events.append(event)
+    ignored = batch.ignored + len(batch.events) + len(batch.rejected) - len(events) - len(rejected)
     rejected.sort(key=lambda event: event.index)
-    return Sifted(tuple(events), tuple(rejected), batch.ignored, block_size)
+    return Sifted(tuple(events), tuple(rejected), ignored, block_size, chunk_sizes)
+
+
+def _tells_size(event: Event) -> TypeGuard[BlockStored | PrefixesStored]:
+    """It says what its blocks are, and so how long; a placeholder does not."""
+    return isinstance(event, PrefixesStored) or (isinstance(event, BlockStored) and bool(event.token_ids))
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,12 +102,13 @@ class Batches:
     """Part of the service. `now` gives the index's ticks; `rejected` counts events by reason."""
 
     def __init__(
-        self, settings: Settings, index: Index, registry: Registry, *, now: Callable[[], int]
+        self, settings: Settings, index: Index, registry: Registry, live: LiveFeed, *, now: Callable[[], int]
     ) -> None:
         self.rejected: Counter[str] = Counter()
         self._settings = settings
         self._index = index
         self._registry = registry
+        self._live = live
         self._now = now
 
     def post(
@@ -95,6 +120,8 @@ class Batches:
         dp_rank: int,
         seq: int | None,
         lora: str | None,
+        digest: int | None = None,
+        incomplete: bool = False,
     ) -> BatchResult:
         """See IndexerService.post."""
         known = self._registry.pods.get(pod)
@@ -105,30 +132,44 @@ class Batches:
             self._registry.check_model(known, model)
         self._registry.check_rank(dp_rank)
         source = known.sources.get(dp_rank) if known is not None else None
-        if source is not None and _seen(source, seq):
+        restarted = source is not None and _restarted(source, seq, digest)
+        if source is not None and _seen(source, seq) and not restarted:
             source.duplicates += 1
             return BatchResult(duplicate=True)
         declared = known.spec.block_size if known is not None else None
-        sifted = sift(batch, declared if source is None else source.block_size)
+        if source is None or restarted:
+            sifted = sift(batch, declared, {})
+        else:
+            sifted = sift(batch, source.block_size, source.chunk_sizes)
         if sifted.is_useless:
             self._count_rejected(source, sifted.rejected)
             raise BatchRejected(sifted.rejected)
         if known is None:
             self._registry.register(PodSpec(name=pod, model=model or ""))
         source = self._registry.source(pod, dp_rank)
-        self._registry.welcome_back(source)
+        if restarted:
+            source.restarts += 1
+            self._registry.reset(source, "the engine restarted: another batch came as number 0")
         if seq is not None and source.last_seq is not None and seq > source.last_seq + 1:
             source.gaps += 1
             self._registry.lose(source, f"batches {source.last_seq + 1} to {seq - 1} never came")
+        if incomplete:
+            self._registry.lose(source, "its sender says that the picture is not whole")
+        if (
+            seq == 0 and sifted.events
+        ):  # a dump ends with a number and no event, and the engine's own may follow
+            source.first_digest = digest
         return self._apply(source, sifted, seq, lora)
 
     def apply(self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None) -> BatchResult:
         """See IndexerService.apply."""
         source = self._registry.source(pod, dp_rank)
-        return self._apply(source, sift(batch, source.block_size), seq, None)
+        return self._apply(source, sift(batch, source.block_size, source.chunk_sizes), seq, None)
 
     def _apply(self, source: Source, sifted: Sifted, seq: int | None, lora: str | None) -> BatchResult:
+        self._registry.welcome_back(source)
         source.block_size = sifted.block_size
+        self._learn_chunk_sizes(source, sifted.chunk_sizes)
         tally = self._apply_events(source, sifted.events, lora)
         source.batches += 1
         source.ignored += sifted.ignored
@@ -139,13 +180,40 @@ class Batches:
         self._count_rejected(source, sifted.rejected)
         self._registry.hear(source)
         waiting = self._index.orphan_blocks(source.index_id) if tally.orphan_blocks else 0
-        return BatchResult(
+        result = BatchResult(
             accepted=len(sifted.events) + sifted.ignored,
+            ignored=sifted.ignored,
             stored_blocks=tally.stored_blocks,
             removed_blocks=tally.removed_blocks,
             orphans=min(tally.orphan_blocks, waiting),
             rejected=sifted.rejected,
         )
+        if self._live.is_heard:
+            self._tell(source, seq, result)
+        return result
+
+    def _tell(self, source: Source, seq: int | None, result: BatchResult) -> None:
+        self._live.tell(
+            "batch",
+            pod=source.pod,
+            dp_rank=source.dp_rank,
+            seq=seq,
+            accepted=result.accepted,
+            stored_blocks=result.stored_blocks,
+            removed_blocks=result.removed_blocks,
+            orphans=result.orphans,
+            rejected=len(result.rejected),
+        )
+
+    def _learn_chunk_sizes(self, source: Source, chunk_sizes: Mapping[Tier, int]) -> None:
+        """What was stored while a smaller size passed for the tier's was an unfinished end."""
+        for tier, size in chunk_sizes.items():
+            before = source.chunk_sizes.get(tier, size)
+            source.chunk_sizes[tier] = size
+            if before != size:
+                for context in self._index.contexts():
+                    if context.block_size == before:
+                        self._index.clear(source.index_id, tier=tier, context=context.id)
 
     def _apply_events(self, source: Source, events: tuple[Event, ...], lora: str | None) -> _Tally:
         spec = self._registry.find(source.pod).spec
@@ -156,6 +224,8 @@ class Batches:
             source.events[type(event).__name__] += 1
             if isinstance(event, BlockStored):
                 self._store(source, event, tally, model=spec.model, lora=event.lora or lora, now=now)
+            elif isinstance(event, PrefixesStored):
+                self._store_prefixes(source, event, tally, model=spec.model, now=now)
             elif isinstance(event, BlockRemoved):
                 self._remove(source, event, tally, now=now)
             else:
@@ -194,6 +264,24 @@ class Batches:
         tally.stored_blocks += result.stored_blocks
         tally.orphan_blocks += result.orphan_blocks
 
+    def _store_prefixes(
+        self, source: Source, event: PrefixesStored, tally: _Tally, *, model: str, now: int
+    ) -> None:
+        counted = self._settings.count_copies
+        result = self._index.store_prefixes(
+            source.index_id,
+            self._index.context(model, event.lora, event.block_size, now),
+            tier=event.tier,
+            group=event.group,
+            engine_hashes=event.block_hashes,
+            prefix_hashes=event.prefix_hashes,
+            copies=event.copies if counted else None,
+            now=now,
+            count_copies=counted,
+        )
+        source.offloads |= event.tier is not Tier.GPU
+        tally.stored_blocks += result.stored_blocks
+
     def _remove(self, source: Source, event: BlockRemoved, tally: _Tally, *, now: int) -> None:
         result = self._index.remove(
             source.index_id, tier=event.tier, group=event.group, engine_hashes=event.block_hashes, now=now
@@ -214,6 +302,11 @@ class Batches:
         self.rejected.update(event.reason for event in rejected)
         if source is not None:
             source.rejected += len(rejected)
+
+
+def _restarted(source: Source, seq: int | None, digest: int | None) -> bool:
+    """Another batch comes as number 0 than the one that did before, or than none: the publisher counts anew."""
+    return seq == 0 and digest is not None and source.last_seq is not None and digest != source.first_digest
 
 
 def _seen(source: Source, seq: int | None) -> bool:

@@ -102,6 +102,16 @@ class Settings(BaseSettings):
         1_048_576, ge=1, description="Token ids, or prefix hashes, of one query; past it 422."
     )
     events_max: int = Field(65_536, ge=1, description="Events of one posted batch; past it 422.")
+    dumps_max: int = Field(2, ge=1, description="Dumps that run at once; past it 503.")
+    live_subscribers_max: int = Field(64, ge=1, description="Readers of the live feed; past it 503.")
+    live_queue_events_max: int = Field(
+        1_000,
+        ge=1,
+        description="Events that wait for a slow reader of the live feed; past it they are dropped.",
+    )
+    live_heartbeat_s: float = Field(
+        15.0, gt=0, description="Seconds of silence after which the live feed sends a comment."
+    )
     connections_max: int = Field(
         10_000, ge=1, description="HTTP connections and requests in progress; past it 503."
     )

@@ -12,6 +12,7 @@ IndexerError
 ├── TokenizerUnavailable  a tokenizer cannot be had now: the hub or its process does not answer
 ├── NoCandidate           no pod is there to choose from
 ├── Unresponsive          another process did not answer, or not in time
+├── Refused               an indexer refused a request of ours; `status` is its answer
 ├── InvalidSettings       a setting has an unknown name or an impossible value
 ├── CannotListen          the address to listen on cannot be had
 └── NativeCoreMissing     the compiled core is absent; there is no slow path in its place
@@ -95,6 +96,15 @@ class NoCandidate(IndexerError):
 
 class Unresponsive(IndexerError):
     """Another process did not answer, or not in time."""
+
+
+class Refused(IndexerError):
+    """An indexer answered that the request cannot be; the same request will not go through later."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(f"the indexer refused the request with {status}: {detail}")
+        self.status = status
+        self.detail = detail
 
 
 class InvalidSettings(IndexerError):

@@ -51,6 +51,23 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.block_hashes) // 8
 
 
+class PrefixesStored(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks whose prefix hashes are known, as a dump of another indexer says them; no engine does.
+
+    `block_hashes[i]` is the engine's name for `prefix_hashes[i]` (uint64), and `copies[i]` (uint64, at least 1)
+    says how many there are now, however many there were: 1 each when None. `lora` is the context's: None is
+    the bare model, whatever the pod's adapter.
+    """
+
+    block_hashes: bytes
+    prefix_hashes: bytes
+    block_size: int
+    copies: bytes | None = None
+    lora: str | None = None
+    tier: Tier = Tier.GPU
+    group: int = 0
+
+
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True):
     """One copy of each of these blocks left `tier`."""
 
@@ -63,7 +80,7 @@ class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True):
     """The engine reset its prefix cache: the GPU tier of this rank is empty; offload tiers are not concerned."""
 
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared
+Event = BlockStored | PrefixesStored | BlockRemoved | AllBlocksCleared
 
 
 class RejectedEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,10 +16,25 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app import __version__
-from app.api import document, events, match, operations, pages, pods, prefixes, problems, route
+from app.api import (
+    compatibility,
+    compatible_queries,
+    document,
+    events,
+    match,
+    operations,
+    pages,
+    pods,
+    prefixes,
+    problems,
+    route,
+    streams,
+)
 from app.api.observation import RequestObservation
+from app.api.short_way import ShortWay
 from app.api.wiring import Wiring, attach
 from app.config import Settings
 from app.errors import IndexerError, InvalidInput, InvalidSettings
@@ -42,6 +57,18 @@ from app.tokenizer.front import Tokenizer
 logger = logging.getLogger(__name__)
 
 DESCRIPTION = "Which pod already holds the KV cache of the longest leading part of a prompt?"
+
+
+class Application(FastAPI):
+    """FastAPI behind `front`: the framework's own layers cost more than a match, so they are not before it."""
+
+    front: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.front(scope, receive, send)
+
+    async def framework(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().__call__(scope, receive, send)
 
 
 def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> FastAPI:
@@ -76,16 +103,29 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         except IndexerError as error:
             raise InvalidSettings(f"pod {spec.name!r}: {error}") from error
     readiness = Readiness(service, specs, clock=clock, grace_s=settings.ready_grace_s)
-    app = FastAPI(
+    app = Application(
         title="kvindexer",
         version=__version__,
         description=DESCRIPTION,
         lifespan=lambda _app: _lifespan(settings, service, ingest, metrics, readiness, loads, tokenizer),
     )
-    attach(app, Wiring(settings, service, metrics, clock, readiness.missing, router, tokenizer))
-    for resource in (events, match, route, prefixes, pods, operations):
+    wiring = Wiring(settings, service, metrics, clock, readiness.missing, router, tokenizer)
+    attach(app, wiring)
+    for resource in (
+        events,
+        match,
+        route,
+        prefixes,
+        pods,
+        operations,
+        streams,
+        compatibility,
+        compatible_queries,
+    ):
         app.include_router(resource.router)
-    app.add_middleware(RequestObservation, metrics=metrics)
+    # From the inside out. What must hold for every request (metrics; a check of keys, when there is one) stands
+    # outside of the short way, so that no request can go around it.
+    app.front = RequestObservation(ShortWay(app.framework, wiring=wiring), metrics=metrics)
     pages.install(app)
     problems.install(app)
     document.install(app)

@@ -11,6 +11,8 @@ import dataclasses
 import enum
 from collections import Counter
 
+from app.events import Tier
+
 
 class SourceState(enum.StrEnum):
     """How far the picture of a source can be trusted."""
@@ -49,10 +51,16 @@ class Source:
     index_id: int  # the source's number inside the index
     stream: SourceState = SourceState.LIVE  # LIVE, CATCHING_UP or DOWN: what is known of the connection
     incomplete: bool = False  # batches or blocks were lost for good
+    stream_cause: str = ""  # why `stream` is what it is, as last told; "" while nothing was
+    loss_cause: str = ""  # why it is incomplete
     offloads: bool = False  # has spoken of a tier other than the GPU's
     last_seq: int | None = None  # newest sequence number that a match already sees
+    first_digest: int | None = None  # of posted batch 0
     last_event_at_s: float | None = None  # on the service's clock
     block_size: int | None = None  # of the GPU tier, in tokens: declared, or learned from the first event
+    chunk_sizes: dict[Tier, int] = dataclasses.field(
+        default_factory=dict
+    )  # of other tiers, in tokens: learned
     down_since_s: float | None = None
     gaps: int = 0
     replays: int = 0
@@ -73,6 +81,11 @@ class Source:
         if self.stream is SourceState.LIVE and self.incomplete:
             return SourceState.DEGRADED
         return self.stream
+
+    @property
+    def cause(self) -> str:
+        """Why the state is what it is; "" while nothing was told."""
+        return self.loss_cause if self.state is SourceState.DEGRADED else self.stream_cause
 
 
 @dataclasses.dataclass(slots=True)

@@ -10,21 +10,20 @@ understand.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
 from app.config import Settings
 from app.errors import InvalidInput, LimitExceeded
 from app.index.interface import Index, ticks
-from app.index.prefix_index import ContextInfo, Depths
+from app.index.prefix_index import unpack_rows
 from app.registry import Registry
 from app.scoring import MatchRow, build_row, merge_depths, rank_rows
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class MatchQuery:
+class MatchQuery(msgspec.Struct, frozen=True):
     """Exactly one of `token_ids` (uint32, little-endian) and `prefix_hashes` (uint64, little-endian) is set.
 
     `extra_keys` are canonical encodings, one a block (fewer are padded with none).
@@ -50,6 +49,16 @@ class MatchResult(msgspec.Struct, frozen=True):
     blocks: int
     matches: tuple[MatchRow, ...]  # best first
     prefix_hashes: bytes | None  # uint64, little-endian
+
+
+_ANSWER_END = b'],"prefix_hashes":null}'
+
+
+class JsonAnswer(msgspec.Struct, frozen=True):
+    """A MatchResult as the text of the HTTP contract, and how deep its best row is."""
+
+    body: bytes
+    deepest_blocks: int
 
 
 class Queries:
@@ -80,13 +89,8 @@ class Queries:
 
     def match(self, query: MatchQuery) -> MatchResult:
         """Raises InvalidInput for buffers that do not fit."""
-        count = _check_buffers(query)
-        contexts = self._index.find_contexts(query.model, query.lora)
-        if query.block_size is not None:
-            contexts = [context for context in contexts if context.block_size == query.block_size]
-        unit = self._unit(query.model, query.block_size, contexts)
-        tokens = count * unit if query.token_ids is None else count
-        reaches = merge_depths(self._depths(query, contexts, unit))
+        unit, tokens, answers = self._ask(query)
+        reaches = merge_depths((size, unpack_rows(packed)) for size, packed in answers)
         now_s = self._clock()
         rows = []
         for index_id, reach in reaches.items():
@@ -95,11 +99,10 @@ class Queries:
             if query.pods is None or source.pod in query.pods:
                 rows.append(build_row(source, reach, unit=unit, tokens=tokens, now_s=now_s))
         ranked = rank_rows(rows)
-        self.matches += 1
-        self.tokens_asked += tokens
-        if ranked and ranked[0].matched_blocks:
-            self.matches_hit += 1
-            self.tokens_matched += ranked[0].matched_tokens
+        if ranked:
+            self._count(tokens, ranked[0].matched_blocks, ranked[0].matched_tokens)
+        else:
+            self._count(tokens, 0, 0)
         if query.min_blocks:
             ranked = tuple(row for row in ranked if row.matched_blocks >= query.min_blocks)
         ranked = ranked[: query.top_k]
@@ -111,6 +114,24 @@ class Queries:
                     query.model, query.lora, unit, query.token_ids, query.extra_keys
                 )
         return MatchResult(query.model, query.lora, unit, tokens, tokens // unit, ranked, hashes)
+
+    def match_json(self, query: MatchQuery) -> JsonAnswer:
+        """The same as text, without an object a row: scoring and rendering are native, and held to `match`
+        by the tests. Does not answer `include_hashes`.
+        """
+        unit, tokens, answers = self._ask(query)
+        head = b'{"model":%b,"lora":%b,"block_size":%d,"tokens":%d,"blocks":%d,"matches":[' % (
+            _quoted(query.model),
+            _quoted(query.lora),
+            unit,
+            tokens,
+            tokens // unit,
+        )
+        body, blocks, matched_tokens = self._registry.answers.render(
+            head, _ANSWER_END, answers, unit, tokens, self._clock(), self._shown(query.pods)
+        )
+        self._count(tokens, blocks, matched_tokens)
+        return JsonAnswer(body, blocks)
 
     def prefix_hashes(
         self,
@@ -127,7 +148,7 @@ class Queries:
 
     def unit(self, model: str, lora: str | None, block_size: int | None) -> int:
         """Tokens a block that an answer counts in: what is given, else the smallest size known."""
-        return self._unit(model, block_size, self._index.find_contexts(model, lora))
+        return self._unit(model, block_size, self._index.context_ids(model, lora))
 
     def add_speculative(
         self,
@@ -156,27 +177,52 @@ class Queries:
         context = self._index.context(model, lora, self.unit(model, lora, block_size), now)
         return self._index.add_speculative(context, source.index_id, prefix_hashes, ticks(ttl_s), now)
 
-    def _unit(self, model: str, block_size: int | None, known: list[ContextInfo]) -> int:
+    def _ask(self, query: MatchQuery) -> tuple[int, int, list[tuple[int, bytes]]]:
+        """The answer's unit, the prompt's tokens, and (block size, packed rows) of each context."""
+        count = _check_buffers(query)
+        contexts = self._index.context_ids(query.model, query.lora)
+        size = query.block_size
+        if size is not None:
+            contexts = {size: contexts[size]} if size in contexts else {}
+        unit = self._unit(query.model, size, contexts)
+        return (
+            unit,
+            count * unit if query.token_ids is None else count,
+            list(self._rows(query, contexts, unit)),
+        )
+
+    def _count(self, tokens: int, matched_blocks: int, matched_tokens: int) -> None:
+        self.matches += 1
+        self.tokens_asked += tokens
+        if matched_blocks:
+            self.matches_hit += 1
+            self.tokens_matched += matched_tokens
+
+    def _shown(self, pods: frozenset[str] | None) -> set[int] | None:
+        """Index ids of the sources of `pods`; None for all."""
+        if pods is None:
+            return None
+        known = (self._registry.pods.get(name) for name in pods)
+        return {source.index_id for pod in known if pod is not None for source in pod.sources.values()}
+
+    def _unit(self, model: str, block_size: int | None, known: Mapping[int, int]) -> int:
         if block_size is not None:
             if block_size < 1:
                 raise InvalidInput(f"block_size {block_size} is not positive", field="block_size")
             return block_size
         if known:
-            return min(context.block_size for context in known)
+            return min(known)
         pods = [pod for pod in self._registry.pods.values() if pod.spec.model == model]
         sizes = [size for pod in pods for source in pod.sources.values() if (size := source.block_size)]
         return min(sizes, default=self._settings.block_size_default)
 
-    def _depths(
-        self, query: MatchQuery, contexts: list[ContextInfo], unit: int
-    ) -> Iterator[tuple[int, list[Depths]]]:
+    def _rows(self, query: MatchQuery, contexts: Mapping[int, int], unit: int) -> Iterator[tuple[int, bytes]]:
         """The answer of each context that the query can be asked of, beside its block size."""
         now = self._now()
-        for context in contexts:
-            size = context.block_size
+        for size, context in contexts.items():
             if query.prefix_hashes is not None:
                 if size == unit:
-                    yield size, self._index.match_hashes(context.id, query.prefix_hashes, now)
+                    yield size, self._index.match_hashes_packed(context, query.prefix_hashes, now)
             elif query.token_ids is not None:
                 keys = query.extra_keys
                 if keys is not None and size != unit:
@@ -185,7 +231,12 @@ class Queries:
                     if any(keys[1:]):
                         continue
                     keys = keys[:1]
-                yield size, self._index.match_tokens(context.id, query.token_ids, keys, now)
+                yield size, self._index.match_tokens_packed(context, query.token_ids, keys, now)
+
+
+@functools.lru_cache(maxsize=1_024)
+def _quoted(name: str | None) -> bytes:
+    return msgspec.json.encode(name)
 
 
 def _check_buffers(query: MatchQuery) -> int:

@@ -2,8 +2,10 @@
 first.
 
 A pod that is down must not keep the indexer unready for ever, so after a time of grace it is ready with
-what it has; each match row says how far its source can be trusted anyway. Once ready, always ready: a pod
-that fails later is that pod's state, and no reason to take a whole replica out of service.
+what it has; each match row says how far its source can be trusted anyway. A stream without a replay endpoint is
+waited for until it is connected: what it missed nobody can tell before its next batch, and an idle engine has
+none. Once ready, always ready: a pod that fails later is that pod's state, and no reason to take a whole replica
+out of service.
 """
 
 from __future__ import annotations
@@ -56,5 +58,9 @@ class Readiness:
     def _sentence(self, name: str, dp_rank: int) -> str | None:
         pod = self._service.pods.get(name)
         source = None if pod is None else pod.sources.get(dp_rank)
-        said = None if source is None else _WAITED_FOR.get(source.stream)
+        if pod is None or source is None:
+            return None
+        if source.stream is SourceState.CATCHING_UP and pod.spec.replay_endpoint is None:
+            return None
+        said = _WAITED_FOR.get(source.stream)
         return None if said is None else f"pod {name!r} rank {dp_rank} {said}"

@@ -5,9 +5,9 @@ names `pods`, those of them only. A pod that it names and that is not registered
 nothing that we know of, and the router says that it is ready.
 
 Loads come with the request, or else from app/loads.py, and between two loads of a pod we count what we chose it
-for ourselves: a burst that comes faster than any load is measured must spread all the same. A load that says
-something new makes the count of that pod start again, as the new load has those choices in it; one that only
-repeats the last does not. Without any load the count alone is the load, and fades (`route_decay_s`).
+for ourselves: a burst that comes faster than any load is measured must spread all the same. A load that was read
+anew makes the count of that pod start again, as it has those choices in it; so does one of a request, unless it
+only repeats the last. Without any load the count alone is the load, and fades (`route_decay_s`).
 
 `reserve` announces the prompt for the chosen rank, as `/v1/prefixes` does. So the next prompt with the same
 beginning sees it before the engine's first event does; confirmed blocks take the announcement's place, and it never
@@ -21,6 +21,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
+import msgspec
+
 from app.config import Settings
 from app.errors import NoCandidate
 from app.pods import Pod, SourceState
@@ -31,7 +33,7 @@ from app.service import IndexerService, MatchQuery, MatchResult
 RequestLoads = Mapping[str, Load]
 Polled = Callable[[str, int], Load | None]  # pod, rank -> its load, None when not known or stale
 
-# Share of one more request in the mean of what a request makes a pod compute: some 50 requests back.
+# Share of one more request in the mean length of prompts: some 50 requests back.
 _MEAN_SHARE = 0.02
 _LOADS_TOLD_MAX = 65_536
 _PLACES_MAX = 65_536
@@ -76,7 +78,7 @@ class Router:
     ) -> RouteResult:
         """Raises NoCandidate; InvalidInput and LimitExceeded as match and add_speculative do."""
         # Every row is needed, and the hashes where they are announced: filters are for what is shown.
-        asked = dataclasses.replace(
+        asked = msgspec.structs.replace(
             query, min_blocks=0, top_k=None, include_hashes=query.include_hashes or reserve
         )
         match = self._service.match(asked)
@@ -97,7 +99,7 @@ class Router:
         )
         reserved = self._reserve(ranked[0].candidate, query, match, ttl_s) if reserve else 0
         self._outstanding.add(ranked[0].candidate.place, now_s)
-        self._request_tokens = mean(self._request_tokens, ranked[0].uncached_tokens, share=_MEAN_SHARE)
+        self._request_tokens = mean(self._request_tokens, float(match.tokens), share=_MEAN_SHARE)
         self.chosen[policy] += 1
         self.reserved_blocks += reserved
         return RouteResult(match, ranked, reserved)
@@ -146,7 +148,9 @@ class Router:
         place = pod, dp_rank
         told = loads.get(pod)
         load = self._polled(pod, dp_rank) if told is None else self._shared(told, pod)
-        if load is not None and self._told.get(place) != load:
+        last = self._told.get(place)
+        # Each load that is read is an object of its own, so it is new whatever it says.
+        if load is not None and (load is not last if told is None else load != last):
             self._outstanding.forget(place)
             self._told[place] = load
             if len(self._told) > _LOADS_TOLD_MAX:

@@ -9,8 +9,9 @@
                 claims that is `degraded` or `down` counts half: it can be stale.
     in_flight   requests: running + WAITING_WEIGHT * waiting as the pod says (vllm:num_requests_running,
                 vllm:num_requests_waiting), plus our own choices that it cannot know of yet.
-    request_tokens  what the pods have to compute for a request lately, on average: it makes one number of
-                requests and tokens, and the formula the same for short prompts and for long ones.
+    request_tokens  length of a prompt lately, on average: it makes one unit of requests and tokens, and the
+                formula the same for short prompts and for long ones. Not what is left to compute of them: where
+                nearly everything is a hit, a request still takes its place in a batch while it decodes.
     pressure    0 up to KV_FREE of the KV cache in use (vllm:kv_cache_usage_perc), then up to 1 when it is
                 full: the engine would preempt a request and compute it again.
 
@@ -22,10 +23,11 @@ block first would have all of them (the whole of a public hour of chat traffic, 
 4,000 blocks: 8.7 % of blocks hit, worse than round robin's 9.8 %, and one pod does all the work). With cost,
 what every pod holds is worth nothing in comparison, as it should be.
 Why LOAD_WEIGHT is as low as 1/8: work in flight is soon over, while a prefix computed once more pushes
-another one out of a cache, for all requests to come. On that traffic 1/8 hits 32.8 % with the busiest pod 1.05
-times the mean; 1/2 hits 31.3 %, 1 hits 29.4 %, one cache as large as all of them would hit 33.2 %
-(benchmarks/routing_policies.py). Cost arithmetic is the idea of NVIDIA Dynamo's KV router; TIER_CREDIT follows
-from the rates of prefill (some 10k tokens/s), of PCIe and of NVMe for KV of about 128 KiB a token.
+another one out of a cache, for all requests to come. On that traffic 1/8 hits 32.4 to 32.9 % (loads one second
+old, or own choices alone) with the busiest pod at 1.06 times the mean; 1/2 hits 29.1 to 31.5 %, 1 hits 26.0 to
+29.6 %; one cache as large as all of them would hit 33.2 % (benchmarks/routing_policies.py).
+Cost arithmetic is the idea of NVIDIA Dynamo's KV router; TIER_CREDIT follows from the rates of prefill (some
+10k tokens/s), of PCIe and of NVMe for KV of about 128 KiB a token.
 """
 
 from __future__ import annotations

@@ -109,6 +109,23 @@ class StoredEvent(BaseModel):
     kv_cache_spec_kind: str | None = None
 
 
+class PrefixesEvent(BaseModel):
+    """Blocks whose prefix hashes are known: what a dump says, and no engine. The same again changes nothing."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: Literal["PrefixesStored"]
+    block_hashes: list[EngineHash]
+    prefix_hashes: list[PrefixHash] = Field(description="One a block, in any order of blocks.")
+    block_size: int = Field(ge=1, le=BLOCK_SIZE_MAX)
+    copies: list[Annotated[int, Field(ge=1, le=2**32 - 1)]] | None = Field(
+        None, description="How many of each block there are now; 1 when absent."
+    )
+    lora_name: str | None = Field(None, description="The adapter of the context; the bare model when absent.")
+    medium: str | None = Field(None, description="Where the blocks lie; GPU when absent.")
+    group_idx: int | None = None
+
+
 class RemovedEvent(BaseModel):
     """One copy of each of these blocks left its medium."""
 
@@ -131,9 +148,11 @@ class ClearedEvent(BaseModel):
 class EventsFields(Body):
     """What is said of a batch beside its events."""
 
-    pod: Name
+    pod: Name | None = Field(
+        description="Null: every pod of `model`, for removals only, where pods agree on their engine hashes."
+    )
     dp_rank: DpRank = 0
-    model: Name | None = Field(None, description="Needed when the pod is not registered yet.")
+    model: Name | None = Field(None, description="Needed when the pod is not registered yet, or is null.")
     lora: Adapter | None = Field(None, description="Adapter of every event that names none.")
     seq: int | None = Field(
         None,
@@ -142,6 +161,9 @@ class EventsFields(Body):
         description="Sequence number: a batch seen before changes nothing, a gap is seen.",
     )
     ts: float | None = Field(None, description="The engine's Unix time in seconds.")
+    incomplete: bool = Field(
+        False, description="The sender knows that something is missing: the rank is degraded from here on."
+    )
 
 
 class EventsRequest(EventsFields):
@@ -169,7 +191,7 @@ class EventsRequest(EventsFields):
         }
     )
 
-    events: list[StoredEvent | RemovedEvent | ClearedEvent]
+    events: list[StoredEvent | PrefixesEvent | RemovedEvent | ClearedEvent]
 
 
 class RejectedEventRow(Body):
@@ -228,6 +250,14 @@ class MatchFields(PromptFields):
     )
     top_k: int | None = Field(
         None, ge=1, le=PODS_ASKED_MAX, description="At most so many ranks, the best ones.", examples=[3]
+    )
+
+
+class OctetsFields(MatchFields):
+    """The query parameters of a raw body."""
+
+    hashes: bool = Field(
+        False, description="The raw body is prefix hashes, as little-endian uint64, and not token ids."
     )
 
 
@@ -501,6 +531,7 @@ class RankResponse(Body):
 
     dp_rank: int
     state: StateLabel
+    cause: str = Field(description="Why it is in this state, as last told; empty while nothing was.")
     last_seq: int | None = Field(description="Newest sequence number that a match already sees.")
     last_event_age_s: float | None
     blocks: dict[str, int] = Field(description="Blocks held, by tier.")
@@ -548,6 +579,14 @@ class RemovedResponse(Body):
 
 
 # -- operations
+
+
+class DumpFields(Body):
+    """What to dump; everything where nothing is said."""
+
+    pods: Annotated[list[Name], Field(max_length=PODS_ASKED_MAX)] | None = Field(
+        None, description="Only these pods."
+    )
 
 
 class HealthResponse(Body):

@@ -1,8 +1,8 @@
 """The one writer: every event and every query of the process goes through here, on the event loop's thread.
 
-It holds the three parts together over one index and one clock: app/registry.py (pods, sources, trust),
-app/batches.py (events), app/queries.py (matches). What they share is said there; what a caller needs is said
-here.
+It holds the parts together over one index and one clock: app/registry.py (pods, sources, trust),
+app/batches.py (events), app/queries.py (matches), app/dumps.py (all that is held) and app/live.py (what
+happens). What they share is said there; what a caller needs is said here.
 
 Nothing here blocks, and nothing but `tick` and `stats` takes longer than its input: `tick` does a bounded
 slice (`sweep_visits_max` index entries and a few silent sources), `stats` a pass over the sources.
@@ -17,18 +17,21 @@ from typing import Any
 
 from app.batches import Batches, BatchResult
 from app.config import Settings
+from app.dumps import Dumps
 from app.errors import InvalidInput
-from app.events import EventBatch, Tier
+from app.events import BlockRemoved, EventBatch, Tier
 from app.index.interface import Index, ticks
 from app.index.prefix_index import TICK_MS, IndexLimits
+from app.live import LiveFeed
 from app.pods import Pod, PodSpec, SourceState
-from app.queries import MatchQuery, MatchResult, Queries
+from app.queries import JsonAnswer, MatchQuery, MatchResult, Queries
 from app.registry import PodListener, Registry
 from app.scoring import TIER_LABELS, MatchRow
 
 __all__ = [
     "BatchResult",
     "IndexerService",
+    "JsonAnswer",
     "MatchQuery",
     "MatchResult",
     "MatchRow",
@@ -72,9 +75,13 @@ class IndexerService:
         self._index = index
         self._clock = clock
         self._started_s = clock()
-        self._registry = Registry(settings, index, clock)
-        self._batches = Batches(settings, index, self._registry, now=self._now)
+        self.live = LiveFeed(
+            subscribers_max=settings.live_subscribers_max, queue_events_max=settings.live_queue_events_max
+        )
+        self._registry = Registry(settings, index, self.live, clock)
+        self._batches = Batches(settings, index, self._registry, self.live, now=self._now)
         self._queries = Queries(settings, index, self._registry, clock=clock, now=self._now)
+        self.dumps = Dumps(index, self._registry, now=self._now, dumps_max=settings.dumps_max)
 
     # -- pods
 
@@ -141,16 +148,28 @@ class IndexerService:
         dp_rank: int,
         seq: int | None,
         lora: str | None,
+        digest: int | None = None,
+        incomplete: bool = False,
     ) -> BatchResult:
         """A batch that came by HTTP: registers the pod on first contact, deduplicates by `seq`.
 
         `lora` is the adapter of events that name none. The first `seq` of a source is taken as it is; one
-        that was seen changes nothing; one past the next says that batches were lost, and the source is
-        degraded. Raises, with nothing changed: InvalidInput for an unknown pod without a model and for
-        another model than the pod's; LimitExceeded; BatchRejected when events were sent and every one of them
-        is bad.
+        that was seen changes nothing, save 0 with another `digest` (any hash of what was sent) than before:
+        then the engine restarted, and what it held is forgotten first. One past the next says that batches
+        were lost, and the source is degraded; so it is when the sender says that its picture is `incomplete`.
+        Raises, with nothing changed: InvalidInput for an unknown pod without a model and for another model
+        than the pod's; LimitExceeded; BatchRejected when events were sent and every one of them is bad.
         """
-        return self._batches.post(pod, batch, model=model, dp_rank=dp_rank, seq=seq, lora=lora)
+        return self._batches.post(
+            pod,
+            batch,
+            model=model,
+            dp_rank=dp_rank,
+            seq=seq,
+            lora=lora,
+            digest=digest,
+            incomplete=incomplete,
+        )
 
     def apply(self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None) -> BatchResult:
         """The next batch of a stream whose order and completeness the caller vouches for.
@@ -159,8 +178,8 @@ class IndexerService:
         """
         return self._batches.apply(pod, dp_rank, batch, seq=seq)
 
-    def remove_everywhere(self, model: str, lora: str | None, engine_hashes: bytes) -> int:
-        """Removal without a source: one GPU copy of each block leaves every pod of the model that names it.
+    def remove_everywhere(self, model: str, lora: str | None, event: BlockRemoved) -> int:
+        """Removal without a source: one copy of each block leaves every pod of the model that names it.
 
         Pods that serve another adapter than `lora` only are left alone. Returns the copies removed. Only
         right where pods agree on their engine hashes. O(sources of the model).
@@ -171,7 +190,11 @@ class IndexerService:
                 continue
             for source in pod.sources.values():
                 copies = self._index.remove(
-                    source.index_id, tier=Tier.GPU, group=0, engine_hashes=engine_hashes, now=self._now()
+                    source.index_id,
+                    tier=event.tier,
+                    group=event.group,
+                    engine_hashes=event.block_hashes,
+                    now=self._now(),
                 ).removed_blocks
                 source.removed_blocks += copies
                 removed += copies
@@ -208,6 +231,10 @@ class IndexerService:
     def match(self, query: MatchQuery) -> MatchResult:
         """Raises InvalidInput for buffers that do not fit."""
         return self._queries.match(query)
+
+    def match_json(self, query: MatchQuery) -> JsonAnswer:
+        """`match` as the text of the HTTP contract, for queries without `include_hashes`."""
+        return self._queries.match_json(query)
 
     def prefix_hashes(
         self,
@@ -266,6 +293,13 @@ class IndexerService:
                 "matches_hit": self._queries.matches_hit,
                 "tokens_asked": self._queries.tokens_asked,
                 "tokens_matched": self._queries.tokens_matched,
+            },
+            "streams": {
+                "dumps_running": self.dumps.running,
+                "dumps_refused": self.dumps.refused,
+                "live_subscribers": self.live.subscribers,
+                "live_refused": self.live.refused,
+                "live_dropped": self.live.dropped,
             },
             "contexts": [dataclasses.asdict(context) for context in self._index.contexts()],
             "index": dataclasses.asdict(self._index.stats()),

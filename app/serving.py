@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
 
 from app import __version__
+from app.api.wiring import wired
 from app.config import Settings
 from app.errors import CannotListen
 from app.main import create_app
@@ -27,6 +30,7 @@ def run(settings: Settings) -> bool:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    _allow_descriptors()
     app = create_app(settings)
     # Bound before the server starts: the fault is one sentence, and a free port is known when it is printed.
     listener = _listen(settings.host, settings.port)
@@ -46,6 +50,7 @@ def run(settings: Settings) -> bool:
             timeout_graceful_shutdown=settings.shutdown_grace_s,
         ),
         _address(listener),
+        on_end=wired(app).service.live.close,
     )
     # uvicorn raises the signal that ended it once more when it is done: an orderly end is not a failure.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -58,14 +63,27 @@ def run(settings: Settings) -> bool:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, address: str) -> None:
+    """Says where it listens, and calls `on_end` before it waits for requests in progress to end."""
+
+    def __init__(self, config: uvicorn.Config, address: str, *, on_end: Callable[[], None]) -> None:
         super().__init__(config)
         self._address = address
+        self._on_end = on_end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             print(f"kvindexer {__version__} listens on {self._address}", flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._on_end()
+        await super().shutdown(sockets)
+
+
+def _allow_descriptors() -> None:
+    """As many as the system lets us have: the usual soft bound of 1,024 ends at some 300 followed ranks."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -4,15 +4,19 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "answer_book.hpp"
+#include "json_cut.hpp"
 #include "prefix_index.hpp"
 #include "wire.hpp"
 #include "xxh64.hpp"
@@ -174,6 +178,46 @@ void bind_index(nb::module_& m) {
       });
 }
 
+// -- answers
+
+// Opens an answer with `head`, closes it with `tail`, and says how deep the best row is (blocks, tokens).
+// `answers` are (block size, rows of a match); `pods`, a set of names, leaves out the rows of all others.
+std::tuple<nb::bytes, uint64_t, uint64_t> render_answer(AnswerBook& self, const nb::bytes& head,
+                                                        const nb::bytes& tail, const nb::list& answers,
+                                                        uint32_t unit, uint64_t tokens, double now_s,
+                                                        const std::optional<nb::set>& ids) {
+  self.begin();
+  for (const nb::handle answer : answers) {
+    const auto [block_size, packed] = nb::cast<std::pair<uint32_t, nb::bytes>>(answer);
+    self.begin_context();
+    for (size_t at = 0; at + sizeof(Row) <= packed.size(); at += sizeof(Row)) {
+      Row row;
+      std::memcpy(&row, data_of(packed) + at, sizeof(Row));
+      if (ids && !ids->contains(nb::int_(row.source))) continue;
+      if (!self.add(row, block_size)) throw std::out_of_range("a row of a source that is not in the book");
+    }
+  }
+  std::string out;
+  out.append(static_cast<const char*>(head.data()), head.size());
+  const AnswerBook::Deepest deepest = self.render(unit, tokens, now_s, out);
+  out.append(static_cast<const char*>(tail.data()), tail.size());
+  return {nb::bytes(out.data(), out.size()), deepest.blocks, deepest.tokens};
+}
+
+void bind_answers(nb::module_& m) {
+  nb::class_<AnswerBook>(m, "AnswerBook")
+      .def(nb::init<>())
+      .def("put",
+           [](AnswerBook& self, uint32_t source, const std::string& name, const nb::bytes& opening,
+              uint32_t dp_rank, uint32_t block_size, const std::string& state, double heard_at_s) {
+             self.put(source, {name, std::string(opening.c_str(), opening.size()), dp_rank, block_size, state,
+                               heard_at_s, 0});
+           })
+      .def("drop", &AnswerBook::drop)
+      .def("render", &render_answer, "head"_a, "tail"_a, "answers"_a, "unit"_a, "tokens"_a, "now_s"_a,
+           "sources"_a.none());
+}
+
 // -- wire
 
 PyObject* wire_error = nullptr;  // app._native.WireError, owned by the module
@@ -223,6 +267,40 @@ nb::bytes parse_numbers(nb::handle data) {
   const Py_ssize_t size = static_cast<Py_ssize_t>(parsed.count * kWidth);
   if (PyBytes_GET_SIZE(out) != size && _PyBytes_Resize(&out, size) != 0) throw nb::python_error();
   return nb::steal<nb::bytes>(out);
+}
+
+// What is left of a JSON text, and the buffers of the arrays that were cut out of it; None where json_cut.hpp
+// refuses it.
+nb::object json_cut(nb::handle data, size_t numbers_max, size_t arrays_max) {
+  const BufferView view(data);
+  nb::list arrays;
+  std::string rest;
+  const bool done = wire::cut_json(view.span(), arrays_max, rest, [&](wire::Span span, const wire::Cut& cut) {
+    const size_t room = wire::json_capacity(span);
+    if (room > numbers_max) return false;
+    PyObject* out = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(room * cut.width));
+    if (out == nullptr) throw nb::python_error();
+    const wire::Parsed parsed = cut.parse(span, reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(out)));
+    const Py_ssize_t size = static_cast<Py_ssize_t>(parsed.count * cut.width);
+    if (parsed.fault != wire::Fault::kNone) {
+      Py_DECREF(out);
+      return false;
+    }
+    if (PyBytes_GET_SIZE(out) != size && _PyBytes_Resize(&out, size) != 0) throw nb::python_error();
+    arrays.append(nb::steal(out));
+    return true;
+  });
+  if (!done) return nb::none();
+  return nb::make_tuple(nb::bytes(rest.data(), rest.size()), arrays);
+}
+
+size_t json_child_count(nb::handle data, size_t count_max) {
+  return wire::count_json_children(BufferView(data).span(), count_max);
+}
+
+size_t msgpack_child_count(nb::handle data) {
+  const wire::Container container = wire::open_container(BufferView(data).span());
+  return container.fault == wire::Fault::kNone ? container.children : 0;
 }
 
 wire::Span next_child(wire::Cursor& cursor, size_t index) {
@@ -308,6 +386,14 @@ void bind_wire(nb::module_& m) {
         nb::arg("data"));
   m.def("json_hashes", &parse_numbers<wire::json_capacity, wire::parse_json_hashes, sizeof(uint64_t)>,
         nb::arg("data"));
+  m.def("json_unsigned", &parse_numbers<wire::json_capacity, wire::parse_json_unsigned, sizeof(uint64_t)>,
+        nb::arg("data"));
+  m.def("msgpack_unsigned",
+        &parse_numbers<wire::msgpack_capacity, wire::parse_msgpack_unsigned, sizeof(uint64_t)>,
+        nb::arg("data"));
+  m.def("json_cut", &json_cut, nb::arg("data"), nb::arg("numbers_max"), nb::arg("arrays_max"));
+  m.def("json_child_count", &json_child_count, nb::arg("data"), nb::arg("count_max"));
+  m.def("msgpack_child_count", &msgpack_child_count, nb::arg("data"));
   m.def("msgpack_children", &msgpack_children<1>, nb::arg("data"), nb::arg("children_max"));
   m.def("msgpack_grandchildren", &msgpack_children<2>, nb::arg("data"), nb::arg("children_max"));
 }
@@ -317,5 +403,6 @@ void bind_wire(nb::module_& m) {
 NB_MODULE(_native, m) {
   m.doc() = "Native core of the KV prefix-cache indexer; see app/_native.pyi.";
   bind_index(m);
+  bind_answers(m);
   bind_wire(m);
 }

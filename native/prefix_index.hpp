@@ -13,9 +13,10 @@
 // drop and expiry cost nothing when they happen, and `sweep` (bounded, resumed by key) takes the remains
 // away. A slot's bit is used again only after a whole pass that began behind its death.
 //
-// One limit is known and accepted: when a slot names one prefix by two engine hashes (vLLM before 0.17 hides
-// the cache salt) and the prefix expires, a name that no sweep has met yet comes back to life with the
-// prefix. What it says is true (the engine never removed the block), so nothing is done about it.
+// One limit is known and accepted: a slot names one prefix by two engine hashes (vLLM before 0.17 hides the
+// cache salt), the prefix expires, and is stored again by one of them before a sweep has met the other. Then
+// that other name is valid again, and its removal takes the prefix away though the first still names it: the
+// index says less than there is.
 //
 // One thread. Nothing here reads a clock: `now` is an argument, in ticks, and never goes backwards.
 #pragma once

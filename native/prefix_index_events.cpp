@@ -436,7 +436,8 @@ bool PrefixIndex::names(uint64_t& cursor, size_t names_max, Tick now, std::vecto
       run.place = place;
       run.context = context->id;
       run.engine_hashes.push_back(unmix64(name.key));
-      run.prefixes.push_back(name.prefix);
+      const uint64_t prefix = name.prefix;  // a copy: names are packed, so no reference may point into one
+      run.prefixes.push_back(prefix);
       run.copies.push_back(1 + copies_.get(name.key, context->id, number));
       ++work;
     });

@@ -102,6 +102,9 @@ class ReferenceIndex:
     def find_contexts(self, model: str, lora: str | None) -> list[ContextInfo]:
         return [info for info in self.contexts() if (info.model, info.lora) == (model, lora or None)]
 
+    def context_ids(self, model: str, lora: str | None) -> dict[int, int]:
+        return {info.block_size: info.id for info in self.find_contexts(model, lora)}
+
     def contexts(self) -> list[ContextInfo]:
         by_age = sorted(self._contexts.values(), key=lambda context: context.id)
         return [ContextInfo(c.id, c.model, c.lora, c.block_size, len(c.last_seen)) for c in by_age]
@@ -250,6 +253,14 @@ class ReferenceIndex:
 
     def match_hashes(self, context: int, prefix_hashes: bytes, now: int) -> list[Depths]:
         return self._match(context, _uint64s(prefix_hashes, "prefix_hashes"), now)
+
+    def match_tokens_packed(
+        self, context: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None, now: int
+    ) -> bytes:
+        return _packed(self.match_tokens(context, token_ids, extra_keys, now))
+
+    def match_hashes_packed(self, context: int, prefix_hashes: bytes, now: int) -> bytes:
+        return _packed(self.match_hashes(context, prefix_hashes, now))
 
     def _match(self, context: int, prefixes: list[int], now: int) -> list[Depths]:
         self._advance(now)
@@ -544,3 +555,7 @@ def _hash_chain(context: _Context, token_ids: bytes, extra_keys: Iterable[bytes]
     for content, key in zip(tokens, keys, strict=False):
         chain.append(xxhash.xxh64_intdigest(content + key, seed=chain[-1]))
     return chain[1:]
+
+
+def _packed(rows: list[Depths]) -> bytes:
+    return b"".join(struct.pack("<6I", row.source, *row.tiers, row.speculative) for row in rows)

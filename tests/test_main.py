@@ -48,3 +48,20 @@ def test_ready_once_the_configured_pod_has_been_replayed(publisher: Publisher) -
         assert "kvindexer_zmq_batches_applied_total 5.0" in text
         assert "kvindexer_event_lag_seconds_count 5.0" in text
         assert 'kvindexer_source_state{dp_rank="0",pod="pod-a",state="live"} 1.0' in text
+
+
+def test_ready_once_connected_where_nothing_can_be_replayed() -> None:
+    """An idle engine without a replay endpoint is not waited for until the end of the time of grace."""
+    publisher = Publisher(replay=False)
+    try:
+        arguments = ["serve", "--port", "0", "--pod", f"pod-a=tcp://127.0.0.1:{publisher.port},model=m"]
+        with (
+            serving(*arguments, KVINDEXER_READY_GRACE_S="600") as (_, port),
+            httpx.Client(base_url=f"http://127.0.0.1:{port}") as http,
+        ):
+            wait_for(http, "/readyz", 200)
+            (rank,) = http.get("/v1/pods/pod-a").json()["ranks"]
+            assert rank["state"] == "catching_up"
+            assert "without a replay endpoint" in rank["cause"]
+    finally:
+        publisher.kill()

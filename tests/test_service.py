@@ -390,7 +390,7 @@ def test_adapter_of_the_event_then_of_the_batch_then_of_the_pod(bench: Bench) ->
 def test_removal_without_a_source_reaches_every_pod_of_the_model(bench: Bench) -> None:
     for pod, model in (("a", "m"), ("b", "m"), ("c", "n")):
         bench.post(stored(0, 2), pod=pod, model=model)
-    assert bench.service.remove_everywhere("m", None, uint64s(100)) == 2
+    assert bench.service.remove_everywhere("m", None, removed(100)) == 2
     assert bench.match().matches == ()
     assert bench.depth("c", model="n") == 2
 
@@ -476,6 +476,14 @@ def test_silent_source_holds_nothing_past_its_deadline(bench: Bench) -> None:
     assert (bench.depth("a"), bench.state("a")) == (1, SourceState.DEGRADED)
 
 
+def test_silent_source_comes_back_by_a_stream_too(bench: Bench) -> None:
+    bench.post(stored(0, 2))
+    bench.clock.seconds += 61
+    bench.service.tick()
+    bench.service.apply("a", 0, batch(stored(0)), seq=None)
+    assert (bench.depth(), bench.state()) == (1, SourceState.DEGRADED)
+
+
 def test_silence_is_no_fault_of_a_source_with_a_stream(bench: Bench) -> None:
     bench.service.register(PodSpec(name="a", model="m", zmq_endpoint="tcp://one:5557"))
     bench.service.apply("a", 0, batch(stored(0, 2)), seq=0)
@@ -527,6 +535,28 @@ def test_each_change_of_state_is_one_log_line(bench: Bench, caplog: pytest.LogCa
 
 
 # -- queries
+
+
+def test_the_cause_of_a_state_is_kept_with_it(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="app.registry")
+    bench.service.register(PodSpec("a", "m", zmq_endpoint="tcp://h:1"))
+    source = bench.service.pod("a").sources[0]
+
+    def say(state: SourceState, cause: str) -> tuple[SourceState, str]:
+        bench.service.set_source_state("a", 0, state, cause=cause)
+        return source.state, source.cause
+
+    assert source.cause == ""
+    assert say(SourceState.DOWN, "connecting") == (SourceState.DOWN, "connecting")
+    assert say(SourceState.DOWN, "no address") == (SourceState.DOWN, "no address")
+    assert say(SourceState.DOWN, "no address") == (SourceState.DOWN, "no address")
+    assert say(SourceState.CATCHING_UP, "replay") == (SourceState.CATCHING_UP, "replay")
+    assert say(SourceState.DEGRADED, "batch 3 is lost") == (SourceState.DEGRADED, "batch 3 is lost")
+    assert say(SourceState.LIVE, "whole from here on") == (SourceState.DEGRADED, "batch 3 is lost")
+    bench.service.reset_source("a", 0, restarted=True)
+    assert (source.state, source.cause) == (SourceState.LIVE, "whole from here on")
+    said = [record.__dict__["cause"] for record in caplog.records]
+    assert said == ["connecting", "no address", "replay", "batch 3 is lost", "the engine restarted"]
 
 
 def test_match_counts_tokens_and_full_blocks(bench: Bench) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -225,3 +226,20 @@ def test_sender_that_leaves_in_the_middle_harms_nobody(port: int) -> None:
             if name in connection.getresponse().read():
                 break
         assert time.monotonic() < deadline, "the request that was left never ended"
+
+
+def test_descriptors_up_to_the_hard_bound() -> None:
+    """The soft bound, 1,024 on most systems, is not what limits the pods that can be followed."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    pods = ";".join(f"pod-{i}=tcp://127.0.0.1:1,model=m" for i in range(40))
+    command = ["bash", "-c", f'ulimit -Sn 64; exec "{sys.executable}" -m app serve --port 0']
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "KVINDEXER_PODS": pods}, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert "listens on" in process.stdout.readline()
+        assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (most, most)
+    finally:
+        process.terminate()
+        process.communicate(timeout=DEADLINE_S)

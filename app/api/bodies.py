@@ -6,6 +6,10 @@ Python objects costs far more than the match itself, so the body is cut into raw
 the arrays go to their parsers as they are, and only the short fields are decoded and validated, by the
 models of app/schemas.py.
 
+Nothing is built for a body before it is known to be small: arrays are counted before msgspec makes a list of
+them, and a field that holds one value is never decoded as anything else. Without that, 16 MiB of `[0,0,0` are
+half a gigabyte of objects.
+
 Refused, each with its place: what is not the notation its Content-Type says, nesting beyond reason, unknown
 fields, numbers out of range, and bodies past `body_bytes_max`, which is enforced while they stream in:
 never more than the bound is held, whatever Content-Length says or does not say.
@@ -17,18 +21,19 @@ import array
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
 
 import msgspec
 from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 
 from app import _native
 from app.api.problems import place, sentence
 from app.errors import BodyTooLarge, InvalidInput, LimitExceeded, UnreadableBody
-from app.ingest.wire_notation import KEY_BYTES_MAX
-from app.schemas import HASH_MAX
+from app.ingest.wire_notation import KEY_BYTES_MAX, Scalar
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
@@ -37,10 +42,18 @@ OCTETS = "application/octet-stream"
 _MSGPACK_NAMES = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
 _FIELDS_MAX = 64
 _NULL = {JSON: b"null", MSGPACK: b"\xc0"}
-_TOKEN_PARSERS = {JSON: _native.json_token_ids, MSGPACK: _native.msgpack_token_ids}
+_MSGPACK_MAPS = frozenset(bytes([byte]) for byte in (*range(0x80, 0x90), 0xDE, 0xDF))
+_PARSERS = {  # by notation and bytes a number
+    (JSON, 4): _native.json_token_ids,
+    (JSON, 8): _native.json_unsigned,
+    (MSGPACK, 4): _native.msgpack_token_ids,
+    (MSGPACK, 8): _native.msgpack_unsigned,
+}
+_SIGNED_PARSERS = {(JSON, 8): _native.json_hashes, (MSGPACK, 8): _native.msgpack_hashes}
 
 Fields = dict[str, msgspec.Raw]
 Model = TypeVar("Model", bound=BaseModel)
+Kind = TypeVar("Kind")
 
 
 # -- what the request carries
@@ -89,27 +102,59 @@ def _too_large(bytes_max: int) -> BodyTooLarge:
 
 def cut_fields(body: bytes | msgspec.Raw, notation: str) -> Fields:
     """The fields of an object, each still raw."""
-    fields: Fields = _decode(body, notation, Fields)
-    if len(fields) > _FIELDS_MAX:
+    if _count_children(body, notation, _FIELDS_MAX) > _FIELDS_MAX:
         raise InvalidInput(f"the object has more than {_FIELDS_MAX} fields")
+    fields: Fields = _decode(body, notation, Fields)
     return fields
 
 
-def validate(model: type[Model], fields: Fields, notation: str, *, beside: tuple[str, ...] = ()) -> Model:
-    """The model of all fields but those `beside` it, which the caller parses itself."""
-    # A field that is not known is refused by its name: it is not worth building, however large it is.
-    values = {
-        name: _decode(raw, notation, Any, name) if name in model.model_fields else None
-        for name, raw in fields.items()
-        if name not in beside
-    }
+def validate(
+    model: type[Model],
+    fields: Fields,
+    notation: str,
+    *,
+    beside: tuple[str, ...] = (),
+    lists: Mapping[str, int] = MappingProxyType({}),
+) -> Model:
+    """The model of all fields but those `beside` it, which the caller parses itself.
+
+    Every field is one plain value, but for `lists`: name -> texts that it holds at most.
+    """
+    values: dict[str, Any] = {}
+    for name, raw in fields.items():
+        if name in beside:
+            continue
+        if name in lists:
+            if _count_children(raw, notation, lists[name]) > lists[name]:
+                raise InvalidInput(f"{name} has more than {lists[name]} elements", field=name)
+            values[name] = _decode(raw, notation, list[str] | None, name)
+        else:
+            # A field that is not known is refused by its name, whatever it holds.
+            values[name] = _decode(raw, notation, Scalar, name) if name in model.model_fields else None
     return _validated(model, values, strict=True)
+
+
+def decode_rest(decoder: msgspec.json.Decoder[Kind], rest: bytes, commas_max: int) -> Kind | None:
+    """A body that `_native.json_cut` took the arrays out of; None when it is not what the decoder reads.
+
+    `commas_max` bounds the values that are built for it.
+    """
+    if rest.count(b",") > commas_max:
+        return None
+    try:
+        return decoder.decode(rest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def validate_query(model: type[Model], request: Request, *, lists: tuple[str, ...] = ()) -> Model:
     """The model of the query parameters; those in `lists` are separated by commas or repeated."""
+    return validate_params(model, request.query_params, lists=lists)
+
+
+def validate_params(model: type[Model], params: QueryParams, *, lists: tuple[str, ...] = ()) -> Model:
     values: dict[str, Any] = {}
-    for name, value in request.query_params.multi_items():
+    for name, value in params.multi_items():
         if name in lists:
             values.setdefault(name, []).extend(part for part in value.split(",") if part)
         elif name in values:
@@ -141,37 +186,65 @@ def raw_value(fields: Fields, notation: str, name: str) -> bytes | None:
     return bytes(raw)
 
 
+def objects(fields: Fields, notation: str, name: str, kind: type[Kind], count_max: int) -> Mapping[str, Kind]:
+    """An object of objects of one kind; empty when absent or null. Numbers are finite."""
+    raw = raw_value(fields, notation, name)
+    if raw is None:
+        return {}
+    if _count_children(raw, notation, count_max) > count_max:
+        raise InvalidInput(f"{name} has more than {count_max} entries", field=name)
+    made: dict[str, Kind] = _decode(msgspec.Raw(raw), notation, dict[str, kind], name)  # type: ignore[valid-type]
+    for key, value in made.items():
+        for part, number in msgspec.structs.asdict(cast(msgspec.Struct, value)).items():
+            if number != number:
+                raise InvalidInput(f"{name}.{key}.{part} is not a number", field=f"{name}.{key}.{part}")
+    return made
+
+
 # -- arrays
 
 
-def token_ids(fields: Fields, notation: str, tokens_max: int) -> bytes | None:
+def token_ids(fields: Fields, notation: str, tokens_max: int, *, name: str = "token_ids") -> bytes | None:
     """`token_ids` as uint32, little-endian; None when absent or null. No object a token is made."""
-    raw = fields.get("token_ids")
-    if raw is None or memoryview(raw) == _NULL[notation]:
-        return None
-    try:
-        buffer = _TOKEN_PARSERS[notation](raw)
-    except _native.WireError as error:
-        field = f"token_ids[{error.index}]" if str(error).startswith("element") else "token_ids"
-        raise InvalidInput(f"token_ids: {error}", field=field) from None
-    _check_count("token_ids", len(buffer) // 4, tokens_max)
-    return buffer
+    return _numbers(fields, name, 4, notation, tokens_max)
+
+
+def signed_hashes(fields: Fields, notation: str, hashes_max: int, *, name: str) -> bytes | None:
+    """Hashes as uint64, little-endian, negative ones as two's complement; None when absent or null."""
+    return _numbers(fields, name, 8, notation, hashes_max, parsers=_SIGNED_PARSERS)
 
 
 def prefix_hashes(fields: Fields, notation: str, hashes_max: int) -> bytes | None:
     """`prefix_hashes` as uint64, little-endian; None when absent or null."""
-    raw = fields.get("prefix_hashes")
-    values = None if raw is None else _decode(raw, notation, list[int] | None, "prefix_hashes")
-    if values is None:
+    return _numbers(fields, "prefix_hashes", 8, notation, hashes_max)
+
+
+def _numbers(
+    fields: Fields,
+    name: str,
+    width: int,
+    notation: str,
+    count_max: int,
+    *,
+    parsers: Mapping[tuple[str, int], Callable[[msgspec.Raw], bytes]] = MappingProxyType(_PARSERS),
+) -> bytes | None:
+    raw = fields.get(name)
+    if raw is None or memoryview(raw) == _NULL[notation]:
         return None
-    _check_count("prefix_hashes", len(values), hashes_max)
     try:
-        return array.array("Q", values).tobytes()
-    except OverflowError:
-        index = next(i for i, value in enumerate(values) if not 0 <= value <= HASH_MAX)
-        raise InvalidInput(
-            f"prefix_hashes: element {index} is not in 0..{HASH_MAX}", field=f"prefix_hashes[{index}]"
-        ) from None
+        buffer = parsers[notation, width](raw)
+    except _native.WireError as error:
+        field = f"{name}[{error.index}]" if str(error).startswith("element") else name
+        raise InvalidInput(f"{name}: {error}", field=field) from None
+    _check_count(name, len(buffer) // width, count_max)
+    return buffer
+
+
+def octet_hashes(body: bytes, hashes_max: int) -> bytes:
+    if len(body) % 8:
+        raise InvalidInput(f"{len(body)} bytes are not a whole number of prefix hashes of 8 bytes")
+    _check_count("prefix_hashes", len(body) // 8, hashes_max)
+    return body
 
 
 def octet_token_ids(body: bytes, tokens_max: int) -> bytes:
@@ -192,12 +265,22 @@ def extra_keys(fields: Fields, notation: str) -> list[list[Any] | None] | None:
     return keys
 
 
-def raw_list(fields: Fields, notation: str, name: str) -> list[msgspec.Raw]:
-    """The elements of an array, each still raw."""
+def raw_list(fields: Fields, notation: str, name: str, *, count_max: int, bound: str) -> list[msgspec.Raw]:
+    """The elements of an array, each still raw. Raises LimitExceeded before more than `count_max` are made."""
     if name not in fields:
         raise InvalidInput(f"{name} is needed", field=name)
+    if _count_children(fields[name], notation, count_max) > count_max:
+        raise LimitExceeded(f"more {name} than {bound} = {count_max}", bound=bound)
     items: list[msgspec.Raw] = _decode(fields[name], notation, list[msgspec.Raw], name)
     return items
+
+
+def _count_children(raw: bytes | msgspec.Raw, notation: str, count_max: int) -> int:
+    """Elements of an array or entries of an object, counted without making any."""
+    if notation == JSON:
+        return _native.json_child_count(raw, count_max)
+    count = _native.msgpack_child_count(raw)
+    return count // 2 if bytes(memoryview(raw)[:1]) in _MSGPACK_MAPS else count
 
 
 def _check_count(name: str, count: int, count_max: int) -> None:
@@ -241,13 +324,13 @@ def _name(notation: str) -> str:
 
 def answer(request: Request, content: Any, status: int = 200) -> Response:
     """`content` in the notation that the request prefers; JSON unless it asks for msgpack."""
-    if _wants_msgpack(request.headers.get("accept", "")):
+    if wants_msgpack(request.headers.get("accept", "")):
         return Response(msgspec.msgpack.encode(content), status, media_type=MSGPACK)
     return Response(msgspec.json.encode(content), status, media_type=JSON)
 
 
 @functools.lru_cache(maxsize=256)
-def _wants_msgpack(accept: str) -> bool:
+def wants_msgpack(accept: str) -> bool:
     weights = {"json": 0.0, "msgpack": 0.0}
     for entry in accept.lower().split(","):
         name, *parameters = (part.strip() for part in entry.split(";"))

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from app import schemas
+from app import compatibility_schemas, schemas
 from app.api.bodies import JSON, MSGPACK, OCTETS
 from app.api.problems import CONTENT_TYPE as PROBLEM
 
 _REFERENCE = "#/components/schemas/{model}"
-_OCTET_SCHEMA = {"type": "string", "format": "binary", "description": "Token ids as little-endian uint32."}
+_PROBLEMS: dict[str, Any] = {
+    "description": "A problem.",
+    "content": {PROBLEM: {"schema": {"$ref": _REFERENCE.format(model="Problem")}}},
+}
+_OCTET_SCHEMA = {
+    "type": "string",
+    "format": "binary",
+    "description": "Token ids as little-endian uint32, or with `hashes=true` prefix hashes as uint64.",
+}
 _PAYLOAD_SCHEMA = {"type": "string", "format": "binary", "description": "The payload frame of an engine."}
 
 
@@ -48,12 +56,30 @@ def described(
     return {
         "responses": {
             200: {"model": answer, "description": _first_line(answer), "content": {MSGPACK: {}}},
-            "default": {
-                "description": "A problem.",
-                "content": {PROBLEM: {"schema": _reference(schemas.Problem)}},
-            },
+            "default": _PROBLEMS,
         },
         "openapi_extra": extra,
+    }
+
+
+def described_stream(
+    media_type: str,
+    description: str,
+    *,
+    line: type[BaseModel] | None = None,
+    query: type[BaseModel] | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments for a route whose answer is a stream of text: of lines of `line`, or of no model."""
+    text: dict[str, Any] = {"type": "string"}
+    if line is not None:
+        text["description"] = f"Each line is a JSON object: {line.__name__}."
+    return {
+        "response_class": Response,
+        "responses": {
+            200: {"description": description, "content": {media_type: {"schema": text}}},
+            "default": _PROBLEMS,
+        },
+        "openapi_extra": {} if query is None else {"parameters": _parameters(query, required=False)},
     }
 
 
@@ -73,11 +99,11 @@ def install(app: FastAPI) -> None:
 
 
 def _model_schemas() -> dict[str, Any]:
-    models = [
-        value for value in vars(schemas).values() if isinstance(value, type) and issubclass(value, BaseModel)
-    ]
+    values = [*vars(schemas).values(), *vars(compatibility_schemas).values()]
+    models = {value for value in values if isinstance(value, type) and issubclass(value, BaseModel)}
     _, definitions = models_json_schema(
-        [(model, "validation") for model in models if model is not BaseModel], ref_template=_REFERENCE
+        [(model, "validation") for model in sorted(models - {BaseModel}, key=lambda model: model.__name__)],
+        ref_template=_REFERENCE,
     )
     return dict(definitions["$defs"])
 

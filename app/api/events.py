@@ -13,8 +13,8 @@ from fastapi import APIRouter, Request, Response
 from app.api import bodies
 from app.api.document import described
 from app.api.wiring import Wiring, wiring_of
-from app.errors import LimitExceeded
-from app.events import EventBatch
+from app.errors import BatchRejected, InvalidInput, LimitExceeded
+from app.events import BlockRemoved, EventBatch
 from app.ingest.vllm import EventPost, decode_batch, decode_json_events
 from app.schemas import EventsFields, EventsRequest, EventsResponse
 from app.service import BatchResult, IndexerService
@@ -31,6 +31,8 @@ async def events(request: Request) -> Response:
     As `application/msgpack` the body is the payload frame that an engine publishes, of any vLLM or SGLang
     release, and the other fields are query parameters. An event that cannot be used is skipped and named in
     `rejected`; when none can be used, nothing changes and the answer is a 422 that names each fault.
+
+    A JSON batch whose `pod` is null removes blocks from every pod of `model` that names them.
     """
     wiring = wiring_of(request)
     notation = bodies.content_type(request, bodies.JSON, bodies.MSGPACK)
@@ -40,45 +42,104 @@ async def events(request: Request) -> Response:
     else:
         bodies.refuse_query(request)
         fields, batch = _from_json(wiring, body)
-    dp_rank = fields.dp_rank
-    if "dp_rank" not in fields.model_fields_set and batch.dp_rank is not None:
-        dp_rank = batch.dp_rank
+    dp_rank = fields.dp_rank if "dp_rank" in fields.model_fields_set else None
+    if fields.pod is None:
+        _check_count(wiring, len(batch.events) + len(batch.rejected) + batch.ignored)
+        return bodies.answer(request, _shown(_remove_everywhere(wiring.service, fields, batch)))
+    return bodies.answer(
+        request,
+        apply_batch(
+            wiring,
+            batch,
+            body,
+            pod=fields.pod,
+            model=fields.model,
+            dp_rank=dp_rank,
+            seq=fields.seq,
+            lora=fields.lora,
+            incomplete=fields.incomplete,
+        ),
+    )
+
+
+def apply_batch(
+    wiring: Wiring,
+    batch: EventBatch,
+    body: bytes,
+    *,
+    pod: str,
+    model: str | None,
+    dp_rank: int | None,
+    seq: int | None,
+    lora: str | None,
+    incomplete: bool = False,
+) -> dict[str, Any]:
+    """What is answered. `dp_rank` is what the sender named; else the batch's own counts."""
     _check_count(wiring, len(batch.events) + len(batch.rejected) + batch.ignored)
+    if dp_rank is None:
+        dp_rank = batch.dp_rank or 0
+    digest = hash(body) if seq == 0 else None  # only what comes as number 0 is told apart by it
     result = wiring.service.post(
-        fields.pod, batch, model=fields.model, dp_rank=dp_rank, seq=fields.seq, lora=fields.lora or None
+        pod,
+        batch,
+        model=model,
+        dp_rank=dp_rank,
+        seq=seq,
+        lora=lora or None,
+        digest=digest,
+        incomplete=incomplete,
     )
     if batch.ts is not None and not result.duplicate:
         wiring.metrics.observe_lag(time.time() - batch.ts)
-    return bodies.answer(request, _shown(result, batch))
+    return _shown(result)
+
+
+def _remove_everywhere(service: IndexerService, fields: EventsFields, batch: EventBatch) -> BatchResult:
+    """All of the batch or nothing: what has no pod has no counters to show what was left out."""
+    said = fields.model_fields_set & {"seq", "dp_rank"}
+    for name in sorted(said):
+        raise InvalidInput(f"{name} is one pod's: leave it out where pod is null", field=name)
+    if fields.model is None:
+        raise InvalidInput("a batch for every pod must name their model", field="model")
+    if batch.rejected:
+        raise BatchRejected(batch.rejected)
+    removals = [event for event in batch.events if isinstance(event, BlockRemoved)]
+    if len(removals) < len(batch.events):
+        raise InvalidInput("only BlockRemoved can be said of every pod", field="events")
+    removed = [service.remove_everywhere(fields.model, fields.lora or None, event) for event in removals]
+    accepted = len(removals) + batch.ignored
+    return BatchResult(accepted=accepted, ignored=batch.ignored, removed_blocks=sum(removed))
 
 
 def _from_payload(request: Request, service: IndexerService, body: bytes) -> tuple[EventsFields, EventBatch]:
     fields = bodies.validate_query(EventsFields, request)
-    return fields, decode_batch(body, block_size=_block_size(service, fields))
+    return fields, decode_batch(body, block_size=known_block_size(service, fields.pod, fields.dp_rank))
 
 
 def _from_json(wiring: Wiring, body: bytes) -> tuple[EventsFields, EventBatch]:
     raw = bodies.cut_fields(body, bodies.JSON)
     fields = bodies.validate(EventsFields, raw, bodies.JSON, beside=("events",))
-    events = bodies.raw_list(raw, bodies.JSON, "events")
-    _check_count(wiring, len(events))
+    events = bodies.raw_list(
+        raw, bodies.JSON, "events", count_max=wiring.settings.events_max, bound="events_max"
+    )
     post = EventPost(
-        pod=fields.pod,
+        pod=fields.pod or "",
         events=events,
         dp_rank=fields.dp_rank,
         model=fields.model,
         seq=fields.seq,
         ts=fields.ts,
     )
-    return fields, decode_json_events(post, block_size=_block_size(wiring.service, fields))
+    size = known_block_size(wiring.service, fields.pod, fields.dp_rank)
+    return fields, decode_json_events(post, block_size=size)
 
 
-def _block_size(service: IndexerService, fields: EventsFields) -> int | None:
+def known_block_size(service: IndexerService, name: str | None, dp_rank: int) -> int | None:
     """What the pod is known to use; the codec knows partial blocks by it."""
-    pod = service.pods.get(fields.pod)
+    pod = service.pods.get(name) if name is not None else None
     if pod is None:
         return None
-    source = pod.sources.get(fields.dp_rank)
+    source = pod.sources.get(dp_rank)
     return pod.spec.block_size if source is None else source.block_size
 
 
@@ -88,13 +149,13 @@ def _check_count(wiring: Wiring, count: int) -> None:
         raise LimitExceeded(f"{count} events are more than events_max = {events_max}", bound="events_max")
 
 
-def _shown(result: BatchResult, batch: EventBatch) -> dict[str, Any]:
+def _shown(result: BatchResult) -> dict[str, Any]:
     return {
         "accepted": result.accepted,
         "stored_blocks": result.stored_blocks,
         "removed_blocks": result.removed_blocks,
         "orphans": result.orphans,
-        "ignored": 0 if result.duplicate else batch.ignored,
+        "ignored": result.ignored,
         "rejected": [msgspec.structs.asdict(fault) for fault in result.rejected],
         "duplicate": result.duplicate,
     }

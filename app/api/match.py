@@ -10,21 +10,29 @@ from fastapi import APIRouter, Request, Response
 
 from app.api import bodies, problems
 from app.api.document import described
-from app.api.prompts import ARRAYS, make_query, read_query
+from app.api.prompts import ARRAYS, HASHES_ALONE, make_query, read_query
 from app.api.wiring import Wiring, wiring_of
-from app.errors import IndexerError, InvalidInput, LimitExceeded
-from app.schemas import BatchRequest, BatchResponse, MatchFields, MatchRequest, MatchResponse, TextFields
+from app.errors import IndexerError, InvalidInput
+from app.schemas import (
+    PODS_ASKED_MAX,
+    BatchRequest,
+    BatchResponse,
+    MatchRequest,
+    MatchResponse,
+    OctetsFields,
+    TextFields,
+)
 from app.service import MatchQuery, MatchResult, MatchRow
 
 router = APIRouter(prefix="/v1", tags=["match"])
 
 
-@router.post("/match", **described(MatchResponse, body=MatchRequest, query=MatchFields, octets=True))
+@router.post("/match", **described(MatchResponse, body=MatchRequest, query=OctetsFields, octets=True))
 async def match(request: Request) -> Response:
     """How much of a prompt each pod holds, best first.
 
     As `application/octet-stream` the body is the token ids alone, as little-endian uint32, and the other
-    fields are query parameters.
+    fields are query parameters; with `hashes=true` it is the prefix hashes, as little-endian uint64.
     """
     wiring = wiring_of(request)
     notation = bodies.content_type(request, bodies.JSON, bodies.MSGPACK, bodies.OCTETS)
@@ -48,11 +56,8 @@ async def match_batch(request: Request) -> Response:
     for name in fields:
         if name != "queries":
             raise InvalidInput(f"{name} is not known here", field=name)
-    queries = bodies.raw_list(fields, notation, "queries")
     queries_max = wiring.settings.queries_max
-    if len(queries) > queries_max:
-        detail = f"{len(queries)} queries are more than queries_max = {queries_max}"
-        raise LimitExceeded(detail, bound="queries_max")
+    queries = bodies.raw_list(fields, notation, "queries", count_max=queries_max, bound="queries_max")
     results = []
     for raw in queries:
         results.append(await _batch_row(wiring, raw, notation))
@@ -74,12 +79,16 @@ def _answer(wiring: Wiring, query: MatchQuery) -> dict[str, Any]:
 
 
 def _octets_query(request: Request, wiring: Wiring, body: bytes) -> MatchQuery:
-    fields = bodies.validate_query(MatchFields, request, lists=("pods",))
-    return make_query(fields, token_ids=bodies.octet_token_ids(body, wiring.settings.tokens_max))
+    fields = bodies.validate_query(OctetsFields, request, lists=("pods",))
+    if not fields.hashes:
+        return make_query(fields, token_ids=bodies.octet_token_ids(body, wiring.settings.tokens_max))
+    if fields.cache_salt:
+        raise InvalidInput(HASHES_ALONE, field="cache_salt")
+    return make_query(fields, prefix_hashes=bodies.octet_hashes(body, wiring.settings.tokens_max))
 
 
 async def _fields_query(wiring: Wiring, raw: bodies.Fields, notation: str) -> MatchQuery:
-    fields = bodies.validate(TextFields, raw, notation, beside=ARRAYS)
+    fields = bodies.validate(TextFields, raw, notation, beside=ARRAYS, lists={"pods": PODS_ASKED_MAX})
     return await read_query(wiring, fields, raw, notation)
 
 

@@ -116,6 +116,7 @@ def _shown_rank(wiring: Wiring, source: Source) -> dict[str, Any]:
     return {
         "dp_rank": source.dp_rank,
         "state": source.state,
+        "cause": source.cause,
         "last_seq": source.last_seq,
         "last_event_age_s": age_s,
         "blocks": wiring.service.blocks_by_tier(source.pod, source.dp_rank),

@@ -113,6 +113,11 @@ def place(location: Sequence[int | str]) -> str:
 
 async def _indexer_error(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, IndexerError)
+    return problem_of(error)
+
+
+def problem_of(error: IndexerError) -> JSONResponse:
+    """Raises `error` again when it is none that a sender can cause."""
     content = content_of(error)
     headers = None
     if isinstance(error, BodyTooLarge):
@@ -144,6 +149,10 @@ async def _sender_left(_request: Request, _error: Exception) -> Response:
 
 
 async def _our_fault(_request: Request, _error: Exception) -> JSONResponse:
+    return fault_of_ours()
+
+
+def fault_of_ours() -> JSONResponse:
     detail = "a fault of the indexer; its log says which"
     return problem(500, "internal", detail, faults=[("", detail)])
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
+from msgspec import Meta
 
 from app.api import bodies
 from app.api.document import described
@@ -12,11 +14,21 @@ from app.api.prompts import ARRAYS, read_query
 from app.api.wiring import wiring_of
 from app.router import RouteResult
 from app.routing import Load, Policy, Ranked, reason
-from app.schemas import RouteFields, RouteRequest, RouteResponse
+from app.schemas import PODS_ASKED_MAX, RouteFields, RouteRequest, RouteResponse
 
 router = APIRouter(prefix="/v1", tags=["match"])
 
 CANDIDATES_SHOWN = 64  # without `top_k`
+
+_Requests = Annotated[float, Meta(ge=0, le=1e9)]
+
+
+class _Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What schemas.LoadFields says, decoded without an object more than it needs."""
+
+    running: _Requests = 0.0
+    waiting: _Requests = 0.0
+    kv_usage: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
 
 @router.post("/route", **described(RouteResponse, body=RouteRequest))
@@ -27,12 +39,14 @@ async def route(request: Request) -> Response:
     bodies.refuse_query(request)
     body = await bodies.read_body(request, wiring.settings.body_bytes_max)
     raw = bodies.cut_fields(body, notation)
-    fields = bodies.validate(RouteFields, raw, notation, beside=ARRAYS)
+    beside = (*ARRAYS, "loads")
+    fields = bodies.validate(RouteFields, raw, notation, beside=beside, lists={"pods": PODS_ASKED_MAX})
+    loads = bodies.objects(raw, notation, "loads", _Load, PODS_ASKED_MAX)
     query = await read_query(wiring, fields, raw, notation)
     result = wiring.router.route(
         query,
         policy=Policy(fields.policy),
-        loads={pod: Load(said.running, said.waiting, said.kv_usage) for pod, said in fields.loads.items()},
+        loads={pod: Load(said.running, said.waiting, said.kv_usage) for pod, said in loads.items()},
         reserve=fields.reserve,
         ttl_s=fields.ttl_s,
     )

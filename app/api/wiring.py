@@ -32,5 +32,9 @@ def attach(app: FastAPI, wiring: Wiring) -> None:
     app.state.wiring = wiring
 
 
+def wired(app: FastAPI) -> Wiring:
+    return cast(Wiring, app.state.wiring)
+
+
 def wiring_of(request: Request) -> Wiring:
-    return cast(Wiring, request.app.state.wiring)
+    return wired(request.app)

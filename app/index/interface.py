@@ -6,6 +6,7 @@ Meaning and errors of every call are in the contract at the top of app/index/pre
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 from app.index.prefix_index import (
@@ -69,6 +70,11 @@ class Index(Protocol):
         self, context: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None, now: int
     ) -> list[Depths]: ...
     def match_hashes(self, context: int, prefix_hashes: bytes, now: int) -> list[Depths]: ...
+    def match_tokens_packed(
+        self, context: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None, now: int
+    ) -> bytes: ...
+    def match_hashes_packed(self, context: int, prefix_hashes: bytes, now: int) -> bytes: ...
+    def context_ids(self, model: str, lora: str | None) -> Mapping[int, int]: ...
     def prefix_hashes(
         self,
         model: str,

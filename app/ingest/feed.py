@@ -68,7 +68,7 @@ class Stream:
     replay_endpoint: str | None
     block_size: int | None = None  # as the pod was registered with
     followed: bool = True  # once false, what is still queued for it is dropped
-    cause: str = "not connected yet"  # of its last report
+    cause: str = ""  # of its last report
 
 
 @dataclasses.dataclass(slots=True)

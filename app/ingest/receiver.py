@@ -394,7 +394,10 @@ class Receiver:
         elif kind == zmq.EVENT_CONNECT_RETRIED:
             # An attempt whose host name has no address ends without having begun to connect.
             if not subscription.resolved and not subscription.established:
-                self._report_down(subscription, f"no address for the host of {subscription.publisher}")
+                self._report_down(
+                    subscription,
+                    f"no address for the host of {subscription.publisher}, or no descriptor left",
+                )
             subscription.resolved = False
 
     # -- acting

@@ -18,11 +18,21 @@ from collections.abc import Callable, Mapping, Sequence
 
 from app import _native
 from app.errors import UnreadableBatch
-from app.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, RejectedEvent, Tier
+from app.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+    PrefixesStored,
+    RejectedEvent,
+    Tier,
+)
 from app.ingest.wire_fields import (
     Fields,
     Reject,
     Rejected,
+    read_copies,
     read_extra_keys,
     read_group,
     read_hashes,
@@ -53,6 +63,15 @@ _STORED_FIELDS = (
     "group_idx",
     "kv_cache_spec_kind",
 )
+_PREFIXES_FIELDS = (
+    "block_hashes",
+    "prefix_hashes",
+    "block_size",
+    "copies",
+    "lora_name",
+    "medium",
+    "group_idx",
+)  # ours, of a dump
 _REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 _CLEARED_FIELDS = ("medium",)
 
@@ -205,7 +224,7 @@ def _decode_stored(notation: Notation, fields: Fields, pod_block_size: int | Non
         if full_blocks == 0:
             return None
         parent = read_parent(notation, fields)
-        extra_keys = read_extra_keys(notation, fields, block_count, lora, is_root=parent is None)
+        extra_keys = read_extra_keys(notation, fields, block_count, is_root=parent is None)
     return BlockStored(
         block_hashes=hashes[: full_blocks * 8],
         parent_block_hash=parent,
@@ -215,6 +234,32 @@ def _decode_stored(notation: Notation, fields: Fields, pod_block_size: int | Non
         tier=tier,
         group=group,
         extra_keys=extra_keys[:full_blocks] if extra_keys is not None else None,
+    )
+
+
+def _decode_prefixes(notation: Notation, fields: Fields, _: int | None) -> PrefixesStored | None:
+    hashes = read_hashes(notation, fields)
+    prefixes = read_hashes(notation, fields, "prefix_hashes")
+    copies = read_copies(notation, fields)
+    if len(prefixes) != len(hashes):
+        detail = f"{len(prefixes) // 8} prefix hashes for {len(hashes) // 8} blocks"
+        raise Rejected(Reject.LENGTH_MISMATCH, detail, field="prefix_hashes")
+    if copies is not None and len(copies) != len(hashes):
+        detail = f"{len(copies) // 8} numbers for {len(hashes) // 8} blocks"
+        raise Rejected(Reject.LENGTH_MISMATCH, detail, field="copies")
+    block_size = read_size(notation, fields)
+    if block_size == 0:
+        raise Rejected(Reject.BLOCK_SIZE, "0 tokens a block", field="block_size")
+    if not hashes:
+        return None
+    return PrefixesStored(
+        block_hashes=hashes,
+        prefix_hashes=prefixes,
+        block_size=block_size,
+        copies=copies,
+        lora=read_lora(notation, fields),
+        tier=read_tier(notation, fields),
+        group=read_group(notation, fields),
     )
 
 
@@ -235,6 +280,7 @@ def _decode_cleared(notation: Notation, fields: Fields, _: int | None) -> AllBlo
 
 _SHAPES: Mapping[str, tuple[Sequence[str], Callable[[Notation, Fields, int | None], Event | None]]] = {
     "BlockStored": (_STORED_FIELDS, _decode_stored),
+    "PrefixesStored": (_PREFIXES_FIELDS, _decode_prefixes),
     "BlockRemoved": (_REMOVED_FIELDS, _decode_removed),
     "AllBlocksCleared": (_CLEARED_FIELDS, _decode_cleared),
 }

@@ -6,6 +6,7 @@ reason of `Reject` and the field's name.
 
 from __future__ import annotations
 
+import array
 import enum
 from collections.abc import Mapping
 
@@ -17,6 +18,7 @@ from app.ingest.wire_notation import KEY_BYTES_MAX, Malformed, Notation, Raw, Sc
 
 BLOCK_SIZE_MAX = 65_536
 GROUP_MAX = 65_535
+COPIES_MAX = 2**32 - 1
 TEXT_MAX = 1_024  # characters of an adapter's name or a salt
 
 Fields = Mapping[str, Raw]
@@ -90,12 +92,26 @@ def read_size(notation: Notation, fields: Fields) -> int:
     raise Rejected(Reject.BLOCK_SIZE, f"not an integer from 0 to {BLOCK_SIZE_MAX}", field="block_size")
 
 
-def read_hashes(notation: Notation, fields: Fields) -> bytes:
-    raw = _required(fields, "block_hashes")
+def read_hashes(notation: Notation, fields: Fields, name: str = "block_hashes") -> bytes:
+    raw = _required(fields, name)
     try:
         return notation.hashes(raw)
     except _native.WireError as error:
-        raise Rejected(Reject.BAD_HASH, str(error), field="block_hashes") from error
+        raise Rejected(Reject.BAD_HASH, str(error), field=name) from error
+
+
+def read_copies(notation: Notation, fields: Fields) -> bytes | None:
+    """uint64, one a block."""
+    raw = fields.get("copies")
+    if raw is None or bytes(raw) == notation.null:
+        return None
+    try:
+        copies = notation.hashes(raw)
+    except _native.WireError as error:
+        raise Rejected(Reject.BAD_FIELD, str(error), field="copies") from error
+    if not all(1 <= count <= COPIES_MAX for count in array.array("Q", copies)):
+        raise Rejected(Reject.BAD_FIELD, f"not an integer from 1 to {COPIES_MAX}", field="copies")
+    return copies
 
 
 def read_parent(notation: Notation, fields: Fields) -> int | None:
@@ -140,7 +156,7 @@ def read_lora(notation: Notation, fields: Fields) -> str | None:
 
 
 def read_extra_keys(
-    notation: Notation, fields: Fields, block_count: int, lora: str | None, *, is_root: bool
+    notation: Notation, fields: Fields, block_count: int, *, is_root: bool
 ) -> tuple[bytes, ...] | None:
     raw = fields.get("extra_keys")
     salt = read_text(notation, fields, "cache_salt") if is_root else None
@@ -148,6 +164,8 @@ def read_extra_keys(
         return None
     if raw is not None and memoryview(raw).nbytes > KEY_BYTES_MAX:
         raise Rejected(Reject.BAD_EXTRA_KEYS, f"more than {KEY_BYTES_MAX} bytes", field="extra_keys")
+    # Only a name stands before the other keys: a number as text could be a salt.
+    lora = read_text(notation, fields, "lora_name") or None
     try:
         key_lists = None if raw is None else notation.key_lists(raw)
         return event_extra_keys(key_lists, block_count=block_count, lora=lora, root_salt=salt)

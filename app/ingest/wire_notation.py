@@ -7,7 +7,6 @@ Every function raises Malformed, with a sentence, for a span that is not what wa
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -25,8 +24,7 @@ CHILDREN_MAX = (
 KEY_BYTES_MAX = 1_048_576  # of one event's `extra_keys`
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Notation:
+class Notation(msgspec.Struct, frozen=True, kw_only=True):
     """`token_ids` and `hashes` give uint32 and uint64, little-endian."""
 
     name: str
@@ -51,6 +49,15 @@ def _json_hash(raw: Raw) -> int:
     return int.from_bytes(_native.json_hashes(b"[" + bytes(raw) + b"]"), "little")
 
 
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def _json_children(raw: Raw) -> Mapping[str, Raw]:
+    if _native.json_child_count(raw, CHILDREN_MAX) > CHILDREN_MAX:
+        raise msgspec.ValidationError(f"more than {CHILDREN_MAX} fields")
+    return _decode_fields(raw)
+
+
 MSGPACK = Notation(
     name="msgpack",
     null=b"\xc0",
@@ -64,10 +71,30 @@ MSGPACK = Notation(
 JSON = Notation(
     name="JSON",
     null=b"null",
-    children=msgspec.json.Decoder(dict[str, msgspec.Raw]).decode,
+    children=_json_children,
     token_ids=_native.json_token_ids,
     hashes=_native.json_hashes,
     hash=_json_hash,
     scalar=msgspec.json.Decoder(Scalar).decode,
     key_lists=msgspec.json.Decoder(list[list[Any] | None] | None).decode,
 )
+
+
+def cut_json(arrays: Sequence[bytes]) -> Notation:
+    """JSON whose arrays of numbers `_native.json_cut` has taken out already: their numbers stand for them."""
+    return Notation(
+        name=JSON.name,
+        null=JSON.null,
+        children=JSON.children,
+        token_ids=lambda raw: _taken(arrays, raw, JSON.token_ids),
+        hashes=lambda raw: _taken(arrays, raw, JSON.hashes),
+        hash=JSON.hash,
+        scalar=JSON.scalar,
+        key_lists=JSON.key_lists,
+    )
+
+
+def _taken(arrays: Sequence[bytes], raw: Raw, parse: Callable[[Raw], bytes]) -> bytes:
+    text = bytes(raw)
+    # The cutter leaves nothing but null in the place of an array, and the parser says what is wrong with it.
+    return arrays[int(text)] if text.isdigit() else parse(raw)

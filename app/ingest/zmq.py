@@ -170,4 +170,5 @@ def _stream(spec: PodSpec, dp_rank: int, publisher: Endpoint, replay: Endpoint |
         str(publisher),
         None if replay is None else str(replay),
         block_size=spec.block_size,
+        cause=f"{'binding' if publisher.binds else 'connecting to'} {publisher}",
     )

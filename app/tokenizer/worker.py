@@ -12,6 +12,7 @@ network. The child ends when its input does, that is when the service ends, howe
 from __future__ import annotations
 
 import array
+import logging
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ import msgspec
 
 from app.tokenizer.chat import Refused, conversation, template_tools, template_variables, wants_parts
 from app.tokenizer.prompts import LENGTH, Answer, Fault, Job, Prompt
+
+logger = logging.getLogger(__name__)
 
 HUB_TIMEOUT_S = 5.0
 
@@ -171,28 +174,36 @@ def _from_pretrained(source: str, *, local: bool) -> Any:
 
 
 def _ask_hub(name: str) -> None:
-    """Raises Failed unless the hub answers and has the repository for us."""
+    """Raises Failed unless the hub answers and has the repository for us.
+
+    With our own client: that of huggingface_hub is another one in each of its major releases.
+    """
     import httpx
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
 
     try:
-        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+        validate_repo_id(name)
     except HFValidationError:
+        detail = f"{name!r} is neither the absolute path of a folder nor a name of the hub: {INSTEAD}"
+        raise Failed(Fault.UNUSABLE, detail) from None
+    missing = f"{name!r} is not on this machine and the hub {constants.ENDPOINT}"
+    if constants.HF_HUB_OFFLINE:
+        raise Failed(Fault.UNAVAILABLE, f"{missing} is not to be asked (HF_HUB_OFFLINE): {INSTEAD}")
+    token = get_token()
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    try:
+        url = f"{constants.ENDPOINT}/api/models/{name}"
+        status = httpx.get(url, headers=headers, timeout=HUB_TIMEOUT_S, follow_redirects=True).status_code
+    except httpx.HTTPError as error:
+        raise Failed(Fault.UNAVAILABLE, f"{missing} cannot be reached ({error}): {INSTEAD}") from None
+    if status in (401, 403, 404):
         raise Failed(
-            Fault.UNUSABLE, f"{name!r} is neither a folder nor a name of the hub: {INSTEAD}"
-        ) from None
-    except HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else 0
-        if status in (401, 403, 404):
-            detail = f"the hub has no repository {name!r} that we may read ({status}): {INSTEAD}"
-            raise Failed(Fault.UNUSABLE, detail) from None
-        raise Failed(Fault.UNAVAILABLE, f"the hub {constants.ENDPOINT} answers {status}: {INSTEAD}") from None
-    except (httpx.HTTPError, OfflineModeIsEnabled, OSError) as error:
-        detail = (
-            f"{name!r} is not on this machine and the hub {constants.ENDPOINT} cannot be reached ({error})"
+            Fault.UNUSABLE, f"{missing} has no such repository that we may read ({status}): {INSTEAD}"
         )
-        raise Failed(Fault.UNAVAILABLE, f"{detail}: {INSTEAD}") from None
+    if status != 200:
+        raise Failed(Fault.UNAVAILABLE, f"{missing} answers {status}: {INSTEAD}")
 
 
 # -- frames
@@ -213,7 +224,14 @@ def serve(worker: Worker, jobs: BinaryIO, answers: BinaryIO) -> None:
     decoder, encoder = msgspec.msgpack.Decoder(Job), msgspec.msgpack.Encoder()
     while len(head := jobs.read(LENGTH.size)) == LENGTH.size:
         job = decoder.decode(jobs.read(LENGTH.unpack(head)[0]))
-        payload = encoder.encode(worker.answer(job))
+        try:
+            answer = worker.answer(job)
+        except Exception:  # the outermost loop: a fault in a tokenizer's code must not end the others
+            logger.exception("a prompt for %s cannot be tokenised", job.source)
+            answer = Answer(
+                fault=Fault.UNAVAILABLE, detail=f"the tokenizer of {job.source} failed; the log has more"
+            )
+        payload = encoder.encode(answer)
         answers.write(LENGTH.pack(len(payload)) + payload)
         answers.flush()
 

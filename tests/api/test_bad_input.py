@@ -104,54 +104,83 @@ def test_bytes_that_are_not_msgpack(filled: Indexer, body: bytes) -> None:
     assert refused(filled, "/v1/match", body, MSGPACK)["status"] in (400, 422)
 
 
-@pytest.mark.parametrize(
-    ("fields", "place"),
-    [
-        ({"model": "m"}, "token_ids"),
-        ({"model": "m", "token_ids": None}, "token_ids"),
-        ({"token_ids": TOKENS}, "model"),
-        ({"model": "", "token_ids": TOKENS}, "model"),
-        ({"model": 7, "token_ids": TOKENS}, "model"),
-        ({"model": "m" * 2_000, "token_ids": TOKENS}, "model"),
-        ({"model": "m", "token_ids": TOKENS, "prefix_hashes": [1]}, "token_ids"),
-        ({"model": "m", "token_ids": "1,2"}, "token_ids"),
-        ({"model": "m", "token_ids": {"0": 1}}, "token_ids"),
-        ({"model": "m", "token_ids": [1, "2"]}, "token_ids[1]"),
-        ({"model": "m", "token_ids": [1, 2, -1]}, "token_ids[2]"),
-        ({"model": "m", "token_ids": [2**32]}, "token_ids[0]"),
-        ({"model": "m", "token_ids": [2**70]}, "token_ids[0]"),
-        ({"model": "m", "token_ids": [1.5]}, "token_ids[0]"),
-        ({"model": "m", "token_ids": [True]}, "token_ids[0]"),
-        ({"model": "m", "token_ids": [None]}, "token_ids[0]"),
-        ({"model": "m", "token_ids": [[1]]}, "token_ids[0]"),
-        ({"model": "m", "prefix_hashes": [-1]}, "prefix_hashes[0]"),
-        ({"model": "m", "prefix_hashes": [1, 2**64]}, "prefix_hashes[1]"),
-        ({"model": "m", "prefix_hashes": ["ff"]}, "prefix_hashes[0]"),
-        ({"model": "m", "prefix_hashes": [1], "cache_salt": "s"}, "prefix_hashes"),
-        ({"model": "m", "token_ids": TOKENS, "extra_keys": ["salt"]}, "extra_keys[0]"),
-        ({"model": "m", "token_ids": TOKENS, "extra_keys": [[{"map": 1}]]}, "extra_keys[0][0]"),
-        ({"model": "m", "token_ids": TOKENS, "extra_keys": [[2**80]]}, "extra_keys[0][0]"),
-        ({"model": "m", "token_ids": TOKENS, "block_size": 0}, "block_size"),
-        ({"model": "m", "token_ids": TOKENS, "block_size": 1.5}, "block_size"),
-        ({"model": "m", "token_ids": TOKENS, "pods": "pod-a"}, "pods"),
-        ({"model": "m", "token_ids": TOKENS, "pods": [1]}, "pods[0]"),
-        ({"model": "m", "token_ids": TOKENS, "pods": ["p"] * 10_001}, "pods"),
-        ({"model": "m", "token_ids": TOKENS, "extra_keys": [["x" * 100]] * 20_000}, "extra_keys"),
-        ({"model": "m", "token_ids": TOKENS, "include_hashes": "yes"}, "include_hashes"),
-        ({"model": "m", "token_ids": TOKENS, "lora": 3}, "lora"),
-        ({"model": "m", "token_ids": TOKENS, "text": "not built"}, "text"),
-        ({"model": "m", "token_ids": TOKENS, "mdoel": "m"}, "mdoel"),
-    ],
-)
-@pytest.mark.parametrize("headers", [JSON, MSGPACK], ids=["json", "msgpack"])
-def test_match_that_cannot_be(filled: Indexer, fields: Any, place: str, headers: dict[str, str]) -> None:
-    try:
-        body = json.dumps(fields).encode() if headers is JSON else msgspec.msgpack.encode(fields)
-    except OverflowError:
-        pytest.skip("msgpack has no such number")
-    problem = refused(filled, "/v1/match", body, headers)
+MATCHES: list[tuple[Any, str]] = [
+    ({"model": "m"}, "token_ids"),
+    ({"model": "m", "token_ids": None}, "token_ids"),
+    ({"token_ids": TOKENS}, "model"),
+    ({"model": "", "token_ids": TOKENS}, "model"),
+    ({"model": 7, "token_ids": TOKENS}, "model"),
+    ({"model": "m" * 2_000, "token_ids": TOKENS}, "model"),
+    ({"model": "m", "token_ids": TOKENS, "prefix_hashes": [1]}, "prefix_hashes"),
+    ({"model": "m", "token_ids": "1,2"}, "token_ids"),
+    ({"model": "m", "token_ids": {"0": 1}}, "token_ids"),
+    ({"model": "m", "token_ids": [1, "2"]}, "token_ids[1]"),
+    ({"model": "m", "token_ids": [1, 2, -1]}, "token_ids[2]"),
+    ({"model": "m", "token_ids": [2**32]}, "token_ids[0]"),
+    ({"model": "m", "token_ids": [1.5]}, "token_ids[0]"),
+    ({"model": "m", "token_ids": [True]}, "token_ids[0]"),
+    ({"model": "m", "token_ids": [None]}, "token_ids[0]"),
+    ({"model": "m", "token_ids": [[1]]}, "token_ids[0]"),
+    ({"model": "m", "prefix_hashes": [-1]}, "prefix_hashes[0]"),
+    ({"model": "m", "prefix_hashes": ["ff"]}, "prefix_hashes[0]"),
+    ({"model": "m", "prefix_hashes": [1], "cache_salt": "s"}, "prefix_hashes"),
+    ({"model": "m", "token_ids": TOKENS, "extra_keys": ["salt"]}, "extra_keys[0]"),
+    ({"model": "m", "token_ids": TOKENS, "extra_keys": [[{"map": 1}]]}, "extra_keys[0][0]"),
+    ({"model": "m", "token_ids": TOKENS, "block_size": 0}, "block_size"),
+    ({"model": "m", "token_ids": TOKENS, "block_size": 1.5}, "block_size"),
+    ({"model": "m", "token_ids": TOKENS, "pods": "pod-a"}, "pods"),
+    ({"model": "m", "token_ids": TOKENS, "pods": [1]}, "pods[0]"),
+    ({"model": "m", "token_ids": TOKENS, "pods": ["p"] * 10_001}, "pods"),
+    ({"model": "m", "token_ids": TOKENS, "extra_keys": [["x" * 100]] * 20_000}, "extra_keys"),
+    ({"model": "m", "token_ids": TOKENS, "include_hashes": "yes"}, "include_hashes"),
+    ({"model": "m", "token_ids": TOKENS, "lora": -1}, "lora"),
+    ({"model": "m", "token_ids": TOKENS, "lora": True}, "lora"),
+    ({"model": "m", "token_ids": TOKENS, "lora": [3]}, "lora"),
+    ({"model": "m", "token_ids": TOKENS, "text": "twice"}, "text"),
+    ({"model": "m", "text": "a", "messages": []}, "messages"),
+    ({"model": "m", "text": "a", "tools": []}, "tools"),
+    ({"model": "m", "token_ids": TOKENS, "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    ({"model": "m", "token_ids": TOKENS, "min_blocks": -1}, "min_blocks"),
+    ({"model": "m", "token_ids": TOKENS, "top_k": 0}, "top_k"),
+    ({"model": "m", "token_ids": TOKENS, "mdoel": "m"}, "mdoel"),
+]
+# msgpack has no such numbers.
+MATCHES_IN_JSON_ONLY: list[tuple[Any, str]] = [
+    ({"model": "m", "token_ids": [2**70]}, "token_ids[0]"),
+    ({"model": "m", "prefix_hashes": [1, 2**64]}, "prefix_hashes[1]"),
+    ({"model": "m", "token_ids": TOKENS, "extra_keys": [[2**80]]}, "extra_keys[0][0]"),
+]
+
+
+@pytest.mark.parametrize(("fields", "place"), MATCHES + MATCHES_IN_JSON_ONLY)
+def test_match_that_cannot_be(filled: Indexer, fields: Any, place: str) -> None:
+    problem = refused(filled, "/v1/match", json.dumps(fields).encode(), JSON)
     assert problem["status"] == 422
     assert place in [fault["field"] for fault in problem["errors"]], problem
+
+
+@pytest.mark.parametrize(("fields", "place"), MATCHES)
+def test_match_in_msgpack_that_cannot_be(filled: Indexer, fields: Any, place: str) -> None:
+    problem = refused(filled, "/v1/match", msgspec.msgpack.encode(fields), MSGPACK)
+    assert problem["status"] == 422
+    assert place in [fault["field"] for fault in problem["errors"]], problem
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/pods/pod-z", None),
+        ("DELETE", "/v1/pods/pod-z", None),
+        ("DELETE", "/v1/pods/pod-z/blocks", None),
+        ("POST", "/v1/prefixes", {"model": "m", "pod": "pod-z", "token_ids": TOKENS, "ttl_s": 1.0}),
+    ],
+)
+def test_unknown_pod(filled: Indexer, method: str, path: str, body: Any) -> None:
+    before = filled.picture()
+    response = filled.request(method, path, json=body)
+    assert response.status_code == 404
+    assert "pod-z" in Problem.model_validate(response.json(), strict=True).detail
+    assert filled.picture() == before
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,44 @@ def test_batch_is_seen_by_the_next_match(indexer: Indexer) -> None:
     assert indexer.depths(TOKENS) == {"pod-a": 3}
 
 
+def test_removal_from_every_pod(indexer: Indexer) -> None:
+    for pod, model in (("pod-a", "m"), ("pod-b", "m"), ("pod-c", "n")):
+        indexer.events(stored([1, 2, 3], TOKENS[:12]), pod=pod, model=model)
+    body = {"pod": None, "model": "m", "events": [removed(3), removed(2, 9)]}
+    response = indexer.post("/v1/events", body)
+    assert response.status_code == 200, response.text
+    EventsResponse.model_validate(response.json(), strict=True)
+    assert (response.json()["accepted"], response.json()["removed_blocks"]) == (2, 4)
+    assert indexer.depths(TOKENS) == {"pod-a": 1, "pod-b": 1}
+    assert indexer.depths(TOKENS, model="n") == {"pod-c": 3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"model": None}, "model"),
+        ({"seq": 3}, "seq"),
+        ({"dp_rank": 0}, "dp_rank"),
+        ({"events": [removed(1), stored([9], TOKENS[:4])]}, "events"),
+        ({"events": [removed(1), CLEARED]}, "events"),
+        ({"events": [removed(1), {"type": "BlockRemoved"}]}, "events[1]"),
+    ],
+)
+def test_batch_for_every_pod_that_cannot_be(indexer: Indexer, fields: Any, place: str) -> None:
+    indexer.events(stored([1, 2], TOKENS[:8]))
+    body = {"pod": None, "model": "m", "events": [removed(1)], **fields}
+    response = indexer.post("/v1/events", body)
+    assert response.status_code == 422, response.text
+    assert response.json()["errors"][0]["field"] == place
+    assert indexer.depths(TOKENS) == {"pod-a": 2}, "all of it or nothing"
+
+
+def test_unfinished_chunk_is_accepted_and_ignored(indexer: Indexer) -> None:
+    whole = stored([900], TOKENS[:8], block_size=8, medium="cpu")
+    answer = indexer.events(whole, stored([901], TOKENS[8:12], parent=900, medium="cpu")).json()
+    assert (answer["accepted"], answer["ignored"], answer["stored_blocks"]) == (2, 1, 1)
+
+
 def test_clear(indexer: Indexer) -> None:
     indexer.events(stored([1, 2], TOKENS[:8]))
     assert indexer.events(CLEARED, stored([9], TOKENS[:4])).status_code == 200
@@ -46,6 +84,20 @@ def test_batch_seen_before_changes_nothing(indexer: Indexer) -> None:
     assert response.json()["duplicate"] is True
     assert response.json()["accepted"] == 0
     assert indexer.picture() == before
+
+
+def test_other_batch_as_number_0_is_a_restarted_engine(indexer: Indexer) -> None:
+    indexer.events(stored([1], TOKENS[:4]), seq=0)
+    indexer.events(stored([2], TOKENS[4:8], parent=1), seq=1)
+    assert indexer.events(stored([1], TOKENS[:4]), seq=0).json()["duplicate"] is True  # the same once more
+    assert indexer.depths(TOKENS) == {"pod-a": 2}
+    fresh = stored([7], TOKENS[8:12])
+    assert indexer.events(fresh, seq=0).json()["duplicate"] is False
+    assert indexer.depths(TOKENS) == {}
+    assert indexer.depths(TOKENS[8:12]) == {"pod-a": 1}
+    assert indexer.events(fresh, seq=0).json()["duplicate"] is True
+    (rank,) = indexer.get("/v1/pods/pod-a").json()["ranks"]
+    assert (rank["state"], rank["restarts"], rank["last_seq"]) == ("live", 1, 0)
 
 
 def test_gap_degrades_the_source(indexer: Indexer) -> None:
@@ -233,3 +285,60 @@ def test_pods_bound(make_indexer: Callable[..., Indexer]) -> None:
     assert indexer.events(pod="pod-a").status_code == 200
     response = indexer.events(pod="pod-b")
     assert (response.status_code, response.json()["bound"]) == (422, "pods_max")
+
+
+def prefixes(**fields: Any) -> dict[str, Any]:
+    return {
+        "type": "PrefixesStored",
+        "block_hashes": [1, 2],
+        "prefix_hashes": [11, 12],
+        "block_size": 4,
+        **fields,
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"prefix_hashes": [11]}, "1 prefix hashes for 2 blocks"),
+        ({"prefix_hashes": None}, "prefix_hashes"),
+        ({"prefix_hashes": [11, 2**64]}, "prefix_hashes"),
+        ({"copies": [1]}, "1 numbers for 2 blocks"),
+        ({"copies": [1, 0]}, "from 1 to"),
+        ({"copies": [1, -1]}, "from 1 to"),
+        ({"copies": "two"}, "copies"),
+        ({"block_size": 0}, "0 tokens a block"),
+        ({"block_size": 8}, "does not match 4"),
+        ({"medium": "paper"}, "paper"),
+    ],
+)
+def test_prefixes_that_cannot_be(indexer: Indexer, fields: dict[str, Any], said: str) -> None:
+    assert indexer.events(stored([9], [1, 2, 3, 4])).status_code == 200
+    before = indexer.service.stats()["index"]
+    response = indexer.events(prefixes(**fields))
+    assert response.status_code == 422
+    assert said in response.json()["detail"]
+    assert indexer.service.stats()["index"] == before
+
+
+def test_prefixes_are_matched_by_hash(indexer: Indexer) -> None:
+    """Even before any event of the pod has said its block size."""
+    assert indexer.events(prefixes(copies=[1, 2])).json()["stored_blocks"] == 2
+    answer = indexer.post("/v1/match", {"model": "m", "prefix_hashes": [11, 12]}).json()
+    assert (answer["block_size"], answer["matches"][0]["matched_blocks"]) == (4, 2)
+    assert indexer.get("/v1/pods/pod-a").json()["block_size"] == 4
+
+
+def test_prefixes_are_of_the_adapter_that_they_name_and_of_no_other(indexer: Indexer) -> None:
+    indexer.request("PUT", "/v1/pods/pod-a", json={"model": "m", "lora": "tuned"})
+    assert indexer.events(prefixes(), lora="tuned").status_code == 200
+    assert indexer.post("/v1/match", {"model": "m", "prefix_hashes": [11]}).json()["matches"]
+    query = {"model": "m", "lora": "tuned", "prefix_hashes": [11], "block_size": 4}
+    assert not indexer.post("/v1/match", query).json()["matches"]
+
+
+def test_an_incomplete_picture_is_degraded_until_it_is_cleared(indexer: Indexer) -> None:
+    indexer.events(stored([1], [1, 2, 3, 4]), incomplete=True)
+    assert indexer.get("/v1/pods/pod-a").json()["ranks"][0]["state"] == "degraded"
+    indexer.events(CLEARED)
+    assert indexer.get("/v1/pods/pod-a").json()["ranks"][0]["state"] == "live"

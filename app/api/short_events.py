@@ -1,0 +1,133 @@
+"""`POST /v1/events` on the short way: an envelope and events in JSON, or the payload of an engine.
+
+The events themselves are decoded by the codec of the long way; what is saved is the framework, the models
+and, in JSON, a second pass over the arrays. See app/api/short_way.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from app import _native
+from app.api import bodies
+from app.api.events import apply_batch, known_block_size
+from app.api.wiring import Wiring
+from app.errors import UnreadableBatch
+from app.ingest.vllm import decode_batch
+from app.ingest.wire_decode import decode_events
+from app.ingest.wire_notation import cut_json
+from app.schemas import DP_RANK_MAX, NAME_CHARS_MAX
+
+SEQ_MAX = 2**63 - 1  # a larger one is for the long way
+COMMAS_MAX = 262_144  # of an envelope without its arrays, and so of the values that are built for it
+_SEQ_DIGITS_MAX = 18
+
+_Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
+
+
+class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Nothing here that EventsFields would refuse."""
+
+    pod: _Name
+    events: list[msgspec.Raw]
+    dp_rank: Annotated[int, Meta(ge=0, le=DP_RANK_MAX)] = 0
+    model: _Name | None = None
+    lora: Annotated[str, Meta(max_length=NAME_CHARS_MAX)] | None = None
+    seq: Annotated[int, Meta(ge=0, le=SEQ_MAX)] | None = None
+    ts: float | None = None
+
+
+_decoder = msgspec.json.Decoder(_Envelope)
+
+
+def answer(wiring: Wiring, notation: str, query_string: bytes, body: bytes) -> bytes | None:
+    """None: for the long way, with nothing changed. Raises IndexerError where the batch itself is refused."""
+    if notation == bodies.JSON and not query_string:
+        return _from_json(wiring, body)
+    if notation == bodies.MSGPACK:
+        return _from_payload(wiring, query_string, body)
+    return None
+
+
+def _from_json(wiring: Wiring, body: bytes) -> bytes | None:
+    events_max = wiring.settings.events_max
+    cut = _native.json_cut(body, len(body), 2 * events_max)
+    if cut is None:
+        return None
+    rest, arrays = cut
+    said = bodies.decode_rest(_decoder, rest, COMMAS_MAX)
+    if said is None or len(said.events) > events_max or not _plain(said.pod, said.model, said.lora):
+        return None
+    if said.ts is not None and not math.isfinite(said.ts):
+        return None
+    batch = decode_events(
+        cut_json(arrays),
+        said.events,
+        ts=said.ts,
+        dp_rank=said.dp_rank,
+        block_size=known_block_size(wiring.service, said.pod, said.dp_rank),
+    )
+    result = apply_batch(
+        wiring,
+        batch,
+        body,
+        pod=said.pod,
+        model=said.model,
+        dp_rank=said.dp_rank,
+        seq=said.seq,
+        lora=said.lora,
+    )
+    return msgspec.json.encode(result)
+
+
+def _from_payload(wiring: Wiring, query_string: bytes, body: bytes) -> bytes | None:
+    fields = _read_query(query_string)
+    if fields is None:
+        return None
+    pod, model, lora = fields.get("pod"), fields.get("model"), fields.get("lora")
+    dp_rank, seq = _number(fields.get("dp_rank"), DP_RANK_MAX), _number(fields.get("seq"), SEQ_MAX)
+    if pod is None or dp_rank is _STRANGE or seq is _STRANGE or not _plain(pod, model, lora):
+        return None
+    try:
+        batch = decode_batch(body, block_size=known_block_size(wiring.service, pod, dp_rank or 0))
+    except UnreadableBatch:
+        return None
+    if len(batch.events) + len(batch.rejected) + batch.ignored > wiring.settings.events_max:
+        return None
+    return msgspec.json.encode(
+        apply_batch(wiring, batch, body, pod=pod, model=model, dp_rank=dp_rank, seq=seq, lora=lora)
+    )
+
+
+_KNOWN = frozenset({"pod", "model", "lora", "dp_rank", "seq"})
+_STRANGE = -1
+
+
+def _read_query(query_string: bytes) -> dict[str, str] | None:
+    """Parameters that need no decoding, each at most once; None where it takes more to read them."""
+    if b"%" in query_string or b"+" in query_string or not query_string.isascii():
+        return None
+    fields: dict[str, str] = {}
+    for part in query_string.decode("ascii").split("&"):
+        name, _, value = part.partition("=")
+        if name not in _KNOWN or name in fields or not value:
+            return None
+        fields[name] = value
+    return fields
+
+
+def _number(text: str | None, most: int) -> int | None:
+    if text is None:
+        return None
+    if not text.isdigit() or len(text) > _SEQ_DIGITS_MAX or int(text) > most:
+        return _STRANGE
+    return int(text)
+
+
+def _plain(*names: str | None) -> bool:
+    """Surely names that the long way takes."""
+    return all(name is None or (name.isprintable() and len(name) <= NAME_CHARS_MAX) for name in names)

@@ -1,0 +1,140 @@
+"""The short way of hot requests: `POST /v1/match` and `POST /v1/events`, past the framework.
+
+Of what a query costs on the long way, most is the framework: a route that does nothing takes twice as long
+as an ASGI callable that does nothing. So this one stands in front of the routes and answers what it fully
+understands; everything else (a field it does not know, a fault of any kind, another Accept) goes on
+untouched, body included, and the routes answer it. They stay the whole truth: what is answered here is
+answered the same there, which the tests hold by asking both.
+
+It stands inside of whatever must hold for every request (app/main.py), so nothing can be gone around by it.
+
+Refused, that is handed on: bodies that come in more than PIECES_MAX pieces or past `body_bytes_max`.
+Cost beside that of the server, for 4,096 tokens: docs/performance.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.api import bodies, short_events, short_match
+from app.api.problems import fault_of_ours, problem_of
+from app.api.wiring import Wiring
+from app.errors import IndexerError
+
+PIECES_MAX = 64
+
+_NOTATIONS = {
+    b"application/json": bodies.JSON,
+    b"application/json; charset=utf-8": bodies.JSON,
+    b"application/msgpack": bodies.MSGPACK,
+    b"application/x-msgpack": bodies.MSGPACK,
+    b"application/octet-stream": bodies.OCTETS,
+}
+_WATCHED = frozenset({b"content-type", b"accept", b"content-encoding", b"content-length"})
+
+Answer = Callable[[Wiring, str, bytes, bytes], bytes | None]  # notation, query string, body
+
+
+class Route(NamedTuple):
+    """Names the request for the metrics, as a route of the framework would."""
+
+    path_format: str
+
+
+class ShortWay:
+    def __init__(self, app: ASGIApp, *, wiring: Wiring) -> None:
+        self._app = app
+        self._wiring = wiring
+        self._bytes_max = wiring.settings.body_bytes_max
+        self._ways: dict[str, tuple[Answer, Route]] = {
+            "/v1/match": (short_match.answer, Route("/v1/match")),
+            "/v1/events": (short_events.answer, Route("/v1/events")),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        way = self._ways.get(scope["path"]) if scope["type"] == "http" else None
+        notation = None
+        if way is not None and scope["method"] == "POST":
+            notation = read_notation(scope["headers"], self._bytes_max)
+        if way is None or notation is None:
+            await self._app(scope, receive, send)
+            return
+        messages: list[Message] = []
+        body = await self._read_body(receive, messages)
+        if body is not None:
+            answer, route = way
+            try:
+                content = answer(self._wiring, notation, scope["query_string"], body)
+            except IndexerError as error:
+                scope["route"] = route
+                await problem_of(error)(scope, receive, send)
+                return
+            except Exception:
+                # A batch may be applied in part: no second try on the long way, which would say the same.
+                scope["route"] = route
+                await fault_of_ours()(scope, receive, send)
+                raise
+            if content is not None:
+                scope["route"] = route
+                await _send(send, content)
+                return
+        await self._app(scope, _again(messages, receive), send)
+
+    async def _read_body(self, receive: Receive, messages: list[Message]) -> bytes | None:
+        """The whole body, None when it is not for us; `messages` is what was received."""
+        body: bytes = b""
+        while len(messages) < PIECES_MAX:
+            message = await receive()
+            messages.append(message)
+            if message["type"] != "http.request":
+                return None
+            piece: bytes = message.get("body", b"")
+            body = body + piece if body else piece
+            if len(body) > self._bytes_max:
+                return None
+            if not message.get("more_body", False):
+                return body
+        return None
+
+
+def read_notation(headers: Sequence[tuple[bytes, bytes]], bytes_max: int) -> str | None:
+    """The notation of the body; None for headers that the short way does not understand."""
+    notation = accept = None
+    for name, value in headers:
+        if name not in _WATCHED:
+            continue
+        if name == b"content-length":
+            if len(value) > 18 or not value.isdigit() or int(value) > bytes_max:
+                return None
+        elif name == b"content-type" and notation is None:
+            notation = _NOTATIONS.get(value)
+            if notation is None:
+                return None
+        elif name == b"accept" and accept is None:
+            accept = value
+            if bodies.wants_msgpack(value.decode("latin-1")):
+                return None
+        else:
+            return None
+    return notation
+
+
+async def _send(send: Send, content: bytes) -> None:
+    headers = [(b"content-length", b"%d" % len(content)), (b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": content})
+
+
+def _again(messages: list[Message], receive: Receive) -> Receive:
+    """`receive` from the beginning."""
+    pending = iter(messages)
+
+    async def again() -> Message:
+        for message in pending:
+            return message
+        return await receive()
+
+    return again

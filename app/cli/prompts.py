@@ -1,0 +1,218 @@
+"""`kvindexer match`, `route` and `hash`: questions about one prompt."""
+
+from __future__ import annotations
+
+import array
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from app.cli import screen
+from app.cli.connection import DEFAULT_URL, ApiKey, AsJson, Connection, Url
+from app.config import Settings
+from app.extra_keys import query_extra_keys
+from app.schemas import BLOCK_SIZE_MAX, TOKEN_ID_MAX
+
+Model = Annotated[str, typer.Option("--model", "-m", help="The model's name, as the pods have it.")]
+Lora = Annotated[str | None, typer.Option("--lora", help="LoRA adapter; none is the bare model.")]
+Tokens = Annotated[
+    str | None, typer.Option("--tokens", "-t", help="Token ids, separated by commas or spaces.")
+]
+TokensFile = Annotated[
+    Path | None,
+    typer.Option("--tokens-file", "-f", help="A file of token ids (a JSON array, or numbers); - is stdin."),
+]
+Text = Annotated[str | None, typer.Option("--text", help="The prompt as text; the indexer tokenises it.")]
+Salt = Annotated[str | None, typer.Option("--cache-salt", help="The request's cache salt.")]
+BlockSize = Annotated[
+    int | None, typer.Option(min=1, max=BLOCK_SIZE_MAX, help="Tokens a block; the model's when absent.")
+]
+PodNames = Annotated[list[str] | None, typer.Option("--pod", help="Only this pod; may be repeated.")]
+
+
+def match(
+    model: Model,
+    tokens: Tokens = None,
+    tokens_file: TokensFile = None,
+    text: Text = None,
+    lora: Lora = None,
+    cache_salt: Salt = None,
+    block_size: BlockSize = None,
+    pod: PodNames = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Which pods hold the longest leading part of a prompt?
+
+    Examples:
+
+        kvindexer match -m llama-3 -t "1,2,3,4,5,6,7,8"
+
+        kvindexer match -m llama-3 -f prompt.json --pod pod-a --pod pod-b --json
+    """
+    body = _prompt(model, tokens, tokens_file, text, lora, cache_salt, block_size, pod)
+    with Connection(url, api_key) as indexer:
+        answer = indexer.post("/v1/match", body)
+    if as_json:
+        return screen.print_json(answer)
+    title = f"{answer['tokens']} tokens, {answer['blocks']} blocks of {answer['block_size']}"
+    rows = [
+        (
+            row["pod"],
+            row["dp_rank"],
+            row["matched_blocks"],
+            row["reusable_tokens"],
+            f"{row['percent']:.1f} %",
+            screen.tiers(row["tiers"]),
+            row["state"],
+            screen.age(row["last_event_age_s"]),
+        )
+        for row in answer["matches"]
+    ]
+    columns = (
+        "pod",
+        "#rank",
+        "#blocks",
+        "#reusable tokens",
+        "#match",
+        "depth by tier",
+        "state",
+        "#last event",
+    )
+    return screen.print_table(columns, rows, title=title)
+
+
+def route(
+    model: Model,
+    tokens: Tokens = None,
+    tokens_file: TokensFile = None,
+    text: Text = None,
+    lora: Lora = None,
+    cache_salt: Salt = None,
+    block_size: BlockSize = None,
+    pod: PodNames = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(help="prefix_and_load, longest_prefix, least_loaded or round_robin."),
+    ] = None,
+    reserve: Annotated[
+        bool, typer.Option(help="Announce the prompt at the pod that is chosen, as a router does.")
+    ] = False,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Where should a prompt go? Asks the indexer for its choice and the reasons for it.
+
+    Examples:
+
+        kvindexer route -m llama-3 -f prompt.json
+
+        kvindexer route -m llama-3 --text "You are a helpful assistant." --policy longest_prefix --json
+    """
+    body = _prompt(model, tokens, tokens_file, text, lora, cache_salt, block_size, pod)
+    body |= {} if policy is None else {"policy": policy}
+    body |= {"reserve": True} if reserve else {}
+    with Connection(url, api_key) as indexer:
+        answer = indexer.post("/v1/route", body)
+    if as_json:
+        return screen.print_json(answer)
+    candidates = answer.get("candidates", [])
+    names = ("pod", "dp_rank", "score", "matched_blocks", "load", "reason")
+    return screen.print_table(
+        ("pod", "#rank", "#score", "#blocks", "load", "reason"),
+        [[_cell(candidate.get(name)) for name in names] for candidate in candidates],
+        title=f"-> {answer.get('pod')} rank {answer.get('dp_rank')}",
+    )
+
+
+def hash_prompt(
+    model: Model,
+    tokens: Tokens = None,
+    tokens_file: TokensFile = None,
+    lora: Lora = None,
+    cache_salt: Salt = None,
+    block_size: Annotated[int, typer.Option(min=1, max=BLOCK_SIZE_MAX, help="Tokens a block.")] = (
+        Settings.model_fields["block_size_default"].default
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Prefix hashes of a prompt, computed here: what `prefix_hashes` of a match takes.
+
+    Examples:
+
+        kvindexer hash -m llama-3 --block-size 4 -t "1,2,3,4,5,6,7,8"
+
+        kvindexer hash -m llama-3 --lora tuned --cache-salt tenant-7 -f prompt.json --json
+    """
+    # Imported here: the native core comes with it.
+    from app.hashing import prefix_hashes
+
+    token_ids = _token_ids(tokens, tokens_file)
+    keys = query_extra_keys(None, lora=lora or None, cache_salt=cache_salt)
+    packed = prefix_hashes(model, lora, block_size, array.array("I", token_ids).tobytes(), keys)
+    hashes = array.array("Q", packed).tolist()
+    if as_json:
+        return screen.print_json(
+            {"model": model, "lora": lora or None, "block_size": block_size, "prefix_hashes": hashes}
+        )
+    rows = [
+        (index, f"{index * block_size}-{(index + 1) * block_size - 1}", value)
+        for index, value in enumerate(hashes)
+    ]
+    return screen.print_table(("#block", "tokens", "#prefix hash"), rows)
+
+
+def _prompt(
+    model: str,
+    tokens: str | None,
+    tokens_file: Path | None,
+    text: str | None,
+    lora: str | None,
+    cache_salt: str | None,
+    block_size: int | None,
+    pods: list[str] | None,
+) -> dict[str, Any]:
+    if text is not None and (tokens is not None or tokens_file is not None):
+        raise typer.BadParameter("give text or tokens, not both", param_hint="--text")
+    body: dict[str, Any] = {"model": model}
+    body |= {"text": text} if text is not None else {"token_ids": _token_ids(tokens, tokens_file)}
+    optional = {"lora": lora, "cache_salt": cache_salt, "block_size": block_size, "pods": pods or None}
+    return body | {name: value for name, value in optional.items() if value is not None}
+
+
+def _token_ids(tokens: str | None, tokens_file: Path | None) -> list[int]:
+    if (tokens is None) == (tokens_file is None):
+        raise typer.BadParameter(
+            "give the prompt by one of --tokens and --tokens-file", param_hint="--tokens"
+        )
+    if tokens is not None:
+        return _numbers(tokens, "--tokens")
+    assert tokens_file is not None
+    try:
+        said = sys.stdin.read() if str(tokens_file) == "-" else tokens_file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{tokens_file}: {error}", param_hint="--tokens-file") from error
+    return _numbers(said, "--tokens-file")
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    """Of a JSON array, or of numbers with commas or spaces between them."""
+    words = re.split(r"[\s,]+", text.strip().removeprefix("[").removesuffix("]").strip())
+    found = []
+    for word in filter(None, words):
+        if not re.fullmatch(r"[0-9]{1,10}", word) or int(word) > TOKEN_ID_MAX:
+            raise typer.BadParameter(f"{word[:40]!r} is not a token id", param_hint=option)
+        found.append(int(word))
+    return found
+
+
+def _cell(value: Any) -> Any:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    return json.dumps(value) if isinstance(value, dict | list) else value

@@ -154,7 +154,7 @@ class _Distribution:
         self.total += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        names = [*map(str, self.bounds), "+Inf"]
+        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
         return list(zip(names, itertools.accumulate(self.counts), strict=True))
 
 

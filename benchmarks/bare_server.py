@@ -1,6 +1,6 @@
 """The floor under every HTTP figure: uvicorn with our settings around an ASGI callable that does nothing.
 
-    python -m benchmarks.bare_server PORT ANSWER_BYTES
+python -m benchmarks.bare_server PORT ANSWER_BYTES
 """
 
 from __future__ import annotations

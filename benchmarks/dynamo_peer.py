@@ -92,7 +92,8 @@ def _publish(server: Server, fleet: Fleet, engines: list[zmq.Socket[bytes]]) -> 
             _await_chain(server, fleet, chain)
     cpu_us = (server.cpu_s() - cpu_s) / posts * 1e6
     print_line(
-        f"peer: loaded {fleet.chains * prompts.BLOCKS} blocks, {posts} events (ZMQ)", f"{cpu_us:7.1f} us CPU an event"
+        f"peer: loaded {fleet.chains * prompts.BLOCKS} blocks, {posts} events (ZMQ)",
+        f"{cpu_us:7.1f} us CPU an event",
     )
 
 
@@ -124,7 +125,9 @@ def _await_chain(server: Server, fleet: Fleet, chain: int) -> None:
 
 
 def _scores(server: Server, tokens: list[int]) -> dict[str, dict[str, int]]:
-    scores: dict[str, dict[str, int]] = _post(server, "/query", {"model_name": "m", "token_ids": tokens})["scores"]
+    scores: dict[str, dict[str, int]] = _post(server, "/query", {"model_name": "m", "token_ids": tokens})[
+        "scores"
+    ]
     return scores
 
 

@@ -78,7 +78,9 @@ def main() -> int:
     for name in list(ours):
         if name + ", 64 pods" in ours:
             ratio = ours[name + ", 64 pods"].cpu_us / ours[name].cpu_us
-            print_line(f"goal {name}: 64 pods <= 1.2 x 8", f"{ratio:7.2f} x   {'met' if ratio <= 1.2 else 'MISSED'}")
+            print_line(
+                f"goal {name}: 64 pods <= 1.2 x 8", f"{ratio:7.2f} x   {'met' if ratio <= 1.2 else 'MISSED'}"
+            )
     return 0
 
 

@@ -75,6 +75,7 @@ class IndexerService:
         self._index = index
         self._clock = clock
         self._started_s = clock()
+        self._sweep_from_s = clock()
         self.live = LiveFeed(
             subscribers_max=settings.live_subscribers_max, queue_events_max=settings.live_queue_events_max
         )
@@ -272,7 +273,11 @@ class IndexerService:
 
     def tick(self) -> None:
         """Bounded slice of expiry, sweeping and deadlines; called from a timer."""
-        self._index.sweep(self._now(), self._settings.sweep_visits_max)
+        if self._clock() >= self._sweep_from_s:
+            swept = self._index.sweep(self._now(), self._settings.sweep_visits_max)
+            if swept.idle:
+                # Nothing hangs on it: what is dead or expired is hidden already, sweeping only gives memory back.
+                self._sweep_from_s = self._clock() + self._settings.sweep_pause_s
         self._registry.reset_silent(SILENCES_PER_TICK_MAX)
 
     def stats(self) -> dict[str, Any]:

@@ -159,7 +159,7 @@ class ContextInfo:
 class SweepResult:
     visited: int  # table entries looked at; 0 when there was nothing to do
     expired: int  # entries that outlived the TTL
-    idle: bool  # nothing is dead, expired or pending as far as a full pass could see
+    idle: bool  # a pass over the whole index has just ended, or there was nothing to sweep
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

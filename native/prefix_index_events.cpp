@@ -296,7 +296,7 @@ PrefixEntry* PrefixIndex::hold(Context& context, uint32_t slot, PrefixEntry* ent
     if (context.prefixes.size() >= limits_.prefixes_per_context_max) evict(context);
     const SetId alone = sets_.with(kEmptySet, context.id, slot);
     sets_.retain(alone);
-    return context.prefixes.insert(PrefixEntry{prefix, alone, now, false});
+    return context.prefixes.insert(PrefixEntry{prefix, alone, now});
   }
   replace(entry->holders, sets_.with(entry->holders, context.id, slot));
   return entry;

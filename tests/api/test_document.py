@@ -38,6 +38,7 @@ def test_every_route_is_described(document: dict[str, Any]) -> None:
         ("post", "/v1/events"),
         ("post", "/v1/match"),
         ("post", "/v1/match/batch"),
+        ("post", "/v1/fuzzy-match"),
         ("post", "/v1/route"),
         ("post", "/v1/hashes"),
         ("post", "/v1/prefixes"),

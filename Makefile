@@ -19,8 +19,10 @@ $(STAMP): $(VENV)/.dependencies $(NATIVE)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .
 	@touch $@
 
+# First the answers checked against what real engines reused, then a minute of simulated pods and traffic.
 demo: $(STAMP)
 	$(BIN)/kvindexer replay tests/data/captures/v0.32.0-workload
+	$(BIN)/kvindexer demo --seconds $(or $(SECONDS),60)
 
 serve: $(STAMP)
 	$(BIN)/kvindexer serve
@@ -40,6 +42,7 @@ sanitize: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.prefix_index
+	$(BIN)/python -m benchmarks.http
 
 check: $(STAMP)
 	$(BIN)/ruff check .

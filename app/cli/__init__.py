@@ -9,7 +9,8 @@ document on standard output and nothing else there; tables, progress and complai
     pods                                pods.py
     events, stats                       watch.py
     dump, load                          dumps.py
-    replay, simulate                    app/replay, app/simulator
+    replay, simulate, experiment        app/replay, app/simulator, app/experiment
+    demo, traffic                       app/demo
 
 What needs the native core is imported late: a missing core must be one sentence and no traceback.
 """
@@ -56,6 +57,8 @@ def _add_commands() -> None:
     if cli.registered_commands:
         return
     from app.cli import dumps, pods, prompts, serve, watch
+    from app.demo.command import demo, traffic
+    from app.experiment.command import experiment
     from app.replay.command import replay
     from app.simulator.command import simulate
 
@@ -71,6 +74,9 @@ def _add_commands() -> None:
     cli.command()(dumps.load)
     cli.command("replay")(replay)
     cli.command("simulate")(simulate)
+    cli.command("experiment")(experiment)
+    cli.command("demo")(demo)
+    cli.command("traffic")(traffic)
 
 
 def _say(text: str) -> None:

@@ -1,0 +1,118 @@
+"""What an experiment found, as JSON, as a table and as a plot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.errors import InvalidInput
+from app.experiment.runner import PolicyResult
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """`bounds` are hit rates by name."""
+
+    trace: str
+    requests: int
+    pods: int
+    blocks: int
+    block_size: int
+    policies: Mapping[str, PolicyResult]
+    bounds: Mapping[str, float]
+
+    @property
+    def is_exact(self) -> bool:
+        """No policy saw a prediction that was not what the pod then reused."""
+        return all(result.predicted_exact in (None, 1.0) for result in self.policies.values())
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "trace": self.trace,
+            "requests": self.requests,
+            "pods": self.pods,
+            "blocks": self.blocks,
+            "block_size": self.block_size,
+            "policies": {name: result.as_json() for name, result in self.policies.items()},
+            "bounds": {name: {"hit_rate": rate} for name, rate in self.bounds.items()},
+        }
+
+
+def build_table(report: Report) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        title=f"{report.trace}: {report.requests} requests, {report.pods} pods of {report.blocks} blocks "
+        f"of {report.block_size} tokens"
+    )
+    table.add_column("policy", no_wrap=True)
+    for column in ("hit rate", "imbalance", "first token p50", "p99", "exact"):
+        table.add_column(column, justify="right")
+    for name, result in report.policies.items():
+        table.add_row(
+            name,
+            f"{100 * result.hit_rate:.1f} %",
+            f"{result.imbalance:.2f}",
+            f"{result.ttft_p50_s:.2f} s",
+            f"{result.ttft_p99_s:.2f} s",
+            _exactness(result),
+        )
+    table.add_section()
+    for name, rate in report.bounds.items():
+        table.add_row(f"{name} (bound)", f"{100 * rate:.1f} %", "", "", "", "")
+    return table
+
+
+def _exactness(result: PolicyResult) -> str:
+    if result.predicted_exact is None:
+        return f"- ({result.waited} waited)"
+    judged = result.exact + result.over + result.under
+    waited = f" ({result.waited} waited)" if result.waited else ""
+    return f"{result.exact} of {judged}{waited}"
+
+
+def draw(report: Report, path: Path) -> None:
+    """Hit rates with the bounds as lines, and delays of the first token beside them.
+
+    Raises InvalidInput without matplotlib (extra `plot`) and for a file name that it cannot write.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise InvalidInput("a plot needs matplotlib: pip install 'kvindexer[plot]'", field="plot") from error
+    mpl.use("agg")
+    mpl.rcParams["svg.hashsalt"] = "kvindexer"  # the same figures make the same file
+    from matplotlib import pyplot
+
+    names = [name.replace("_", " ") for name in report.policies]
+    results = list(report.policies.values())
+    figure, (rates, delays) = pyplot.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
+    bars = rates.barh(names, [100 * result.hit_rate for result in results], color="#4878a8")
+    rates.bar_label(bars, fmt="%.1f %%", padding=3)
+    for (name, rate), style in zip(report.bounds.items(), ("--", ":"), strict=False):
+        label = f"{name.replace('_', ' ')} {100 * rate:.1f} %"
+        rates.axvline(100 * rate, color="black", linestyle=style, linewidth=1, label=label)
+    rates.set_xlabel("blocks found in the cache, %")
+    rates.set_xlim(0, 1.25 * max([100 * rate for rate in report.bounds.values()] + [1.0]))
+    rates.legend(fontsize="small", loc="lower right")
+    delays.barh(names, [result.ttft_p99_s for result in results], color="#c8d8e8", label="p99")
+    delays.barh(names, [result.ttft_p50_s for result in results], color="#4878a8", label="p50")
+    delays.set_xscale("log")
+    delays.set_xlabel("simulated time to the first token, s")
+    delays.legend(fontsize="small", loc="lower right")
+    figure.suptitle(
+        f"{report.requests} requests of {report.trace}, {report.pods} pods of {report.blocks} blocks "
+        f"of {report.block_size} tokens",
+        fontsize="medium",
+    )
+    try:
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path} cannot be written: {error}", field="plot") from error
+    finally:
+        pyplot.close(figure)

@@ -146,7 +146,7 @@ _PART_COUNTERS = {
         "queries": "Fuzzy matches answered",
         "asked_tokens": "Tokens of the prompts that were asked about",
         "reusable_tokens": "Those of them that are held somewhere, exactly or nearly",
-        "candidates_dropped": "Stored blocks left out of an answer: fuzzy_candidates_max",
+        "candidates_dropped": "Stored blocks, at the least, left out of answers: fuzzy_candidates_max",
     },
 }
 

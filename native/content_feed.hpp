@@ -6,7 +6,8 @@
 //
 // Neighbours are handed over together, because the fuzzy index is fast only with many blocks at once; but a
 // birth and a death never change places, so that what lies in the fuzzy index after `flush` is what the
-// prefix index holds. Every call of the prefix index ends with one. Cost: a copy of the tokens of a new block.
+// prefix index holds. Every call of the prefix index ends with one. Cost: a copy of the tokens of a new
+// block.
 #pragma once
 
 #include <cstdint>

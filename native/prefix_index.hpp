@@ -73,13 +73,10 @@ struct Statistics {
 
 class PrefixIndex {
  public:
-  // `contents`, when not null, is told of plain blocks, and lives longer. Its contexts are the caller's to add,
-  // before anything is stored in them, and to drop.
+  // `contents`, when not null, is told of plain blocks, and lives longer. Its contexts are the caller's to
+  // add, before anything is stored in them, and to drop.
   explicit PrefixIndex(const Limits& limits, FuzzyIndex* contents = nullptr)
-      : limits_(limits),
-        walk_(sets_, limits.ttl),
-        orphans_(limits.orphan_blocks_max),
-        contents_(contents) {}
+      : limits_(limits), walk_(sets_, limits.ttl), orphans_(limits.orphan_blocks_max), contents_(contents) {}
   PrefixIndex(const PrefixIndex&) = delete;
   PrefixIndex& operator=(const PrefixIndex&) = delete;
 
@@ -156,7 +153,7 @@ class PrefixIndex {
     std::vector<uint64_t> prefixes;
     std::vector<bool> living;  // empty: all
     size_t next = 0;
-    std::vector<uint64_t> copies = {};  // empty: they are counted; else this is how many there are
+    std::vector<uint64_t> copies = {};     // empty: they are counted; else this is how many there are
     std::vector<uint8_t> own_tokens = {};  // of an orphan
     const uint8_t* tokens = nullptr;       // of all blocks; null: not known
     size_t plain = 0;                      // leading blocks on whose chains nobody has extra keys

@@ -169,6 +169,20 @@ class Settings(BaseSettings):
         8 * 1024 * 1024, ge=1_024, description="Bytes of one pod's metrics; a longer answer is a failure."
     )
 
+    fuzzy: bool = Field(
+        True,
+        description="Keep what `/v1/fuzzy-match` needs: about 40 bytes and, over its whole life, 1 us a block.",
+    )
+    fuzzy_tokens_max: int = Field(
+        32_768, ge=1, description="Tokens of one prompt of `/v1/fuzzy-match`; past it 422."
+    )
+    fuzzy_candidates_max: int = Field(
+        64,
+        ge=1,
+        le=4_096,
+        description="Stored blocks that `/v1/fuzzy-match` considers for one place of a prompt, the best first.",
+    )
+
     tokenizers: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="Tokenizers for text and chat, separated by ',', each as `model=folder` or `model=hub/name`.",

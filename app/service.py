@@ -1,8 +1,8 @@
 """The one writer: every event and every query of the process goes through here, on the event loop's thread.
 
 It holds the parts together over one index and one clock: app/registry.py (pods, sources, trust),
-app/batches.py (events), app/queries.py (matches), app/dumps.py (all that is held) and app/live.py (what
-happens). What they share is said there; what a caller needs is said here.
+app/batches.py (events), app/queries.py (matches), app/fuzzy_queries.py (matches by content), app/dumps.py (all
+that is held) and app/live.py (what happens). What they share is said there; what a caller needs is said here.
 
 Nothing here blocks, and nothing but `tick` and `stats` takes longer than its input: `tick` does a bounded
 slice (`sweep_visits_max` index entries and a few silent sources), `stats` a pass over the sources.
@@ -20,6 +20,8 @@ from app.config import Settings
 from app.dumps import Dumps
 from app.errors import InvalidInput
 from app.events import BlockRemoved, EventBatch, Tier
+from app.fuzzy.fuzzy_index import FuzzyIndex
+from app.fuzzy_queries import FuzzyQueries, FuzzyQuery, FuzzyResult
 from app.index.interface import Index, ticks
 from app.index.prefix_index import TICK_MS, IndexLimits
 from app.live import LiveFeed
@@ -30,6 +32,8 @@ from app.scoring import TIER_LABELS, MatchRow
 
 __all__ = [
     "BatchResult",
+    "FuzzyQuery",
+    "FuzzyResult",
     "IndexerService",
     "JsonAnswer",
     "MatchQuery",
@@ -68,9 +72,19 @@ def index_limits(settings: Settings) -> IndexLimits:
 
 
 class IndexerService:
-    """All calls are synchronous, non-blocking and made from one thread. `clock` gives monotonic seconds."""
+    """All calls are synchronous, non-blocking and made from one thread. `clock` gives monotonic seconds.
 
-    def __init__(self, settings: Settings, index: Index, *, clock: Callable[[], float]) -> None:
+    `contents` is the fuzzy index that `index` keeps in step; without one there are no fuzzy matches.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        index: Index,
+        *,
+        clock: Callable[[], float],
+        contents: FuzzyIndex | None = None,
+    ) -> None:
         self._settings = settings
         self._index = index
         self._clock = clock
@@ -82,6 +96,7 @@ class IndexerService:
         self._registry = Registry(settings, index, self.live, clock)
         self._batches = Batches(settings, index, self._registry, self.live, now=self._now)
         self._queries = Queries(settings, index, self._registry, clock=clock, now=self._now)
+        self.fuzzy = FuzzyQueries(settings, index, contents, self._registry, self._queries, now=self._now)
         self.dumps = Dumps(index, self._registry, now=self._now, dumps_max=settings.dumps_max)
 
     # -- pods

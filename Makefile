@@ -42,6 +42,7 @@ sanitize: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.prefix_index
+	$(BIN)/python -m benchmarks.http
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -71,7 +71,7 @@ class Application(FastAPI):
         await super().__call__(scope, receive, send)
 
 
-def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> FastAPI:
+def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> Application:
     """Raises InvalidSettings for configured pods that cannot be."""
     specs = _configured_pods(settings)
     service = IndexerService(settings, PrefixIndex(index_limits(settings)), clock=clock)

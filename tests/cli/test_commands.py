@@ -117,6 +117,19 @@ def test_pods(url: str) -> None:
     assert "no pod named" in err
 
 
+def test_route(url: str) -> None:
+    chosen = document(url, "route", "-m", "m", "-t", TOKENS, "--policy", "longest_prefix", "--reserve")
+    assert (chosen["pod"], chosen["policy"], chosen["candidates"][0]["matched_blocks"]) == (
+        "pod-a",
+        "longest_prefix",
+        2,
+    )
+    assert "-> pod-a rank 0" in done(url, "route", "-m", "m", "-t", TOKENS)
+    code, _, err = finished("route", "-m", "m", "-t", TOKENS, "--policy", "nonsense", KVINDEXER_URL=url)
+    assert code == 1
+    assert "policy" in err
+
+
 def test_stats(url: str) -> None:
     assert document(url, "stats")["index"]["prefixes"] == 2
     assert "prefixes" in done(url, "stats")

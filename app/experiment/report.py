@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,7 @@ def build_table(report: Report) -> Table:
         f"of {report.block_size} tokens"
     )
     table.add_column("policy", no_wrap=True)
-    for column in ("hit rate", "imbalance", "first token p50", "p99", "exact"):
+    for column in ("hit rate", "imbalance", "TTFT p50", "TTFT p99", "exact", "waited"):
         table.add_column(column, justify="right")
     for name, result in report.policies.items():
         table.add_row(
@@ -61,19 +62,18 @@ def build_table(report: Report) -> Table:
             f"{result.ttft_p50_s:.2f} s",
             f"{result.ttft_p99_s:.2f} s",
             _exactness(result),
+            str(result.waited),
         )
     table.add_section()
     for name, rate in report.bounds.items():
-        table.add_row(f"{name} (bound)", f"{100 * rate:.1f} %", "", "", "", "")
+        table.add_row(f"{name} (bound)", f"{100 * rate:.1f} %", "", "", "", "", "")
     return table
 
 
 def _exactness(result: PolicyResult) -> str:
-    if result.predicted_exact is None:
-        return f"- ({result.waited} waited)"
-    judged = result.exact + result.over + result.under
-    waited = f" ({result.waited} waited)" if result.waited else ""
-    return f"{result.exact} of {judged}{waited}"
+    """Never rounded up to all of them."""
+    part = result.predicted_exact
+    return "-" if part is None else f"{math.floor(1_000 * part) / 10:.1f} %"
 
 
 def draw(report: Report, path: Path) -> None:
@@ -106,7 +106,7 @@ def draw(report: Report, path: Path) -> None:
     delays.set_xscale("log")
     delays.set_xlim(left=0.5 * min([result.ttft_p50_s for result in results if result.ttft_p50_s] + [1.0]))
     delays.set_xlabel("simulated time to the first token, s")
-    delays.legend(fontsize="small", loc="center right")
+    delays.legend(fontsize="small", loc="lower right")
     figure.suptitle(
         f"{report.requests} requests of {report.trace}, {report.pods} pods of {report.blocks} blocks "
         f"of {report.block_size} tokens",

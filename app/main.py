@@ -24,6 +24,7 @@ from app.api import (
     compatible_queries,
     document,
     events,
+    fuzzy,
     match,
     operations,
     pages,
@@ -39,6 +40,7 @@ from app.api.wiring import Wiring, attach
 from app.config import Settings
 from app.errors import IndexerError, InvalidInput, InvalidSettings
 from app.events import EventBatch
+from app.fuzzy_queries import fuzzy_index
 from app.index.prefix_index import PrefixIndex
 from app.ingest.feed import QueueLimits
 from app.ingest.receiver import SocketLimits
@@ -74,7 +76,9 @@ class Application(FastAPI):
 def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> Application:
     """Raises InvalidSettings for configured pods that cannot be."""
     specs = _configured_pods(settings)
-    service = IndexerService(settings, PrefixIndex(index_limits(settings)), clock=clock)
+    contents = fuzzy_index(settings)
+    index = PrefixIndex(index_limits(settings), contents)
+    service = IndexerService(settings, index, clock=clock, contents=contents)
     loads = Loads(settings, pods=lambda: [pod.spec for pod in service.pods.values()], clock=clock)
     router = Router(settings, service, clock=clock, polled=loads.load)
     tokenizer = Tokenizer(
@@ -92,6 +96,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
                 "tokenizer": (tokenizer.gauges, tokenizer.counters),
                 "loads": (loads.gauges, loads.counters),
                 "route": (dict, router.counters),
+                "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
             },
         )
     )
@@ -114,6 +119,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
     for resource in (
         events,
         match,
+        fuzzy,
         route,
         prefixes,
         pods,

@@ -77,12 +77,16 @@ void bind_index(nb::module_& m) {
       "seed"_a, "block_size"_a, "token_ids"_a, "extra_keys"_a.none());
 
   nb::class_<PrefixIndex>(m, "PrefixIndex")
-      .def("__init__",
-           [](PrefixIndex* self, Tick ttl, size_t contexts_max, size_t prefixes_per_context_max,
-              size_t orphan_blocks_max, size_t speculative_blocks_max) {
-             new (self) PrefixIndex(Limits{ttl, contexts_max, prefixes_per_context_max, orphan_blocks_max,
-                                           speculative_blocks_max});
-           })
+      .def(
+          "__init__",
+          [](PrefixIndex* self, Tick ttl, size_t contexts_max, size_t prefixes_per_context_max,
+             size_t orphan_blocks_max, size_t speculative_blocks_max, FuzzyIndex* contents) {
+            new (self) PrefixIndex(Limits{ttl, contexts_max, prefixes_per_context_max, orphan_blocks_max,
+                                          speculative_blocks_max},
+                                   contents);
+          },
+          "ttl_ticks"_a, "contexts_max"_a, "prefixes_per_context_max"_a, "orphan_blocks_max"_a,
+          "speculative_blocks_max"_a, "contents"_a.none() = nb::none(), nb::keep_alive<1, 7>())
       .def("add_context", &PrefixIndex::add_context)
       .def("touch_context", &PrefixIndex::touch_context)
       .def("context_size", &PrefixIndex::context_size)
@@ -503,9 +507,8 @@ void bind_wire(nb::module_& m) {
 
 NB_MODULE(_native, m) {
   m.doc() = "Native core of the KV prefix-cache indexer; see app/_native.pyi.";
+  bind_fuzzy(m);
   bind_index(m);
   bind_answers(m);
-
-  bind_fuzzy(m);
   bind_wire(m);
 }

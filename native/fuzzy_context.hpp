@@ -139,7 +139,9 @@ class FuzzyContext {
 };
 
 inline size_t FuzzyContext::bytes() const {
-  size_t bytes = records_.bytes() + current_->bytes() + (old_ ? old_->bytes() : 0) + chains_.bytes();
+  size_t bytes = records_.bytes() + chains_.bytes();
+  for (const std::unique_ptr<NearTable>* table : {&current_, &old_})
+    if (*table) bytes += (*table)->bytes();  // none is left of a context that is taken apart
   for (const Doom& doomed : doomed_)
     bytes += doomed.prefixes.bytes() + doomed.bitmap.capacity() * sizeof(uint64_t);
   for (const Pages& pages : trash_) bytes += pages.bytes();

@@ -66,6 +66,7 @@ class FuzzyIndex {
     graveyard_.push_back(std::move(found->second));
     contexts_.erase(found);
   }
+  bool has_context(uint32_t id) const { return contexts_.contains(id); }
   size_t block_size(uint32_t id) const { return contexts_.at(id)->block_size(); }
 
   size_t insert(uint32_t id, std::span<const uint64_t> prefixes, const uint8_t* tokens) {

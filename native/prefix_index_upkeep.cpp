@@ -21,6 +21,7 @@ void PrefixIndex::forget(Context& context, const PrefixEntry& entry) {
     if (!aliases_.is_empty()) aliases_.set(entry.key, context.id, slot, 0);
   });
   sets_.release(entry.holders);
+  die(context, entry);
   remains_ = true;  // its names
 }
 
@@ -85,6 +86,7 @@ Swept PrefixIndex::sweep(Tick now, size_t visits_max) {
   }
   while (swept.visited < visits_max && !swept.pass_done) sweep_stage(now, visits_max, swept);
   in_pass_ = !swept.pass_done;
+  contents_.flush();
   return swept;
 }
 
@@ -167,7 +169,9 @@ bool PrefixIndex::keep_prefix(Context& context, PrefixEntry& entry, Tick now, Sw
   }
   if (!context.retired_slots.empty() && sets_.intersects(entry.holders, context.dead))
     replace(entry.holders, sets_.minus(entry.holders, context.dead));
-  return entry.holders != kEmptySet;
+  if (entry.holders != kEmptySet) return true;
+  die(context, entry);
+  return false;
 }
 
 bool PrefixIndex::keep_name(Name& name, Tick now) {

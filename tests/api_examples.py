@@ -64,6 +64,13 @@ EXAMPLES = (
     ),
     Example("POST", "/v1/match", "/v1/match", {"model": "m", "token_ids": PROMPT, "include_hashes": True}),
     Example(
+        "POST",
+        "/v1/fuzzy-match",
+        "/v1/fuzzy-match",
+        {"model": "m", "token_ids": [91, *PROMPT[:4], 92, 93, 94, *PROMPT[4:8]], "mode": "sliding"},
+        say="What was stored as the first two blocks of a prompt, elsewhere in another.",
+    ),
+    Example(
         "POST", "/v1/hashes", "/v1/hashes", {"model": "m", "token_ids": PROMPT, "cache_salt": "tenant-7"}
     ),
     Example(

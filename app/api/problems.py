@@ -25,6 +25,7 @@ from app.errors import (
     LimitExceeded,
     NoCandidate,
     Overloaded,
+    SwitchedOff,
     TokenizerUnavailable,
     UnknownPod,
     UnreadableBatch,
@@ -45,6 +46,7 @@ STATUSES: tuple[tuple[type[IndexerError], int, str], ...] = (
     (NoCandidate, 404, "no-candidate"),
     (BodyTooLarge, 413, "body-too-large"),
     (LimitExceeded, 422, "limit-exceeded"),
+    (SwitchedOff, 501, "switched-off"),
     (Overloaded, 503, "overloaded"),
     (TokenizerUnavailable, 503, "tokenizer-unavailable"),
 )

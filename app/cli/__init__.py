@@ -5,7 +5,7 @@ the service nor the index; `hash` computes here (app/hashing.py). Every command 
 document on standard output and nothing else there; tables, progress and complaints are for people.
 
     serve       serve.py, the only one that starts the service
-    match, route, hash                  prompts.py
+    match, route, fuzzy, hash           prompts.py
     pods                                pods.py
     events, stats                       watch.py
     dump, load                          dumps.py
@@ -65,6 +65,7 @@ def _add_commands() -> None:
     cli.command()(serve.serve)
     cli.command()(prompts.match)
     cli.command()(prompts.route)
+    cli.command()(prompts.fuzzy)
     cli.command("hash")(prompts.hash_prompt)
     cli.add_typer(pods.group, name="pods")
     cli.command()(watch.events)

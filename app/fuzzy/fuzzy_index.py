@@ -86,6 +86,11 @@ class FuzzyIndex:
         self._core = _native.FuzzyIndex(limits.shingle, limits.scans)
         self._block_sizes: dict[int, int] = {}
 
+    @property
+    def core(self) -> _native.FuzzyIndex:
+        """For a prefix index that is to store and remove its blocks here (app/index/prefix_index.py)."""
+        return self._core
+
     # -- life of a block
 
     def add_context(self, context: int, block_size: int) -> bool:

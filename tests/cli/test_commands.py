@@ -84,6 +84,19 @@ def test_prompt_of_a_file(url: str, tmp_path: Path) -> None:
     assert json.loads(process.stdout)["tokens"] == 5
 
 
+def test_fuzzy(url: str) -> None:
+    moved = "71,72,73,1,2,3,4"
+    answer = document(url, "fuzzy", "-m", "m", "-t", moved, "--sliding", "--limit", "1")
+    [block] = answer["blocks"]
+    assert (block["token_offset"], block["kind"], block["matches"][0]["pod"]) == (3, "exact", "pod-a")
+    assert answer["pods"][0]["reusable_tokens"] == 4
+    assert document(url, "fuzzy", "-m", "m", "-t", moved, "--sliding", "--exclude", "pod-a")["blocks"] == []
+    table = done(url, "fuzzy", "-m", "m", "-t", moved, "--sliding", "--max-distance", "0")
+    assert "7 tokens, blocks of 4" in table
+    assert "57.1 %" in table
+    assert "exact" in table
+
+
 def test_hash_is_that_of_the_indexer(url: str) -> None:
     options = ["-m", "m", "--block-size", "4", "-t", TOKENS]
     for more in ([], ["--lora", "tuned"], ["--cache-salt", "s"]):

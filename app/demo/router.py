@@ -62,7 +62,13 @@ class Router:
         self._model = model
         self._words = Words(VOCABULARY)
         self._in_flight = Counter[str]()
-        self._turns = itertools.cycle(self.urls)
+        self._turns = itertools.count()
+
+    def set_pods(self, urls: Mapping[str, str]) -> None:
+        """From now on; figures of pods that are gone stay."""
+        self.urls = dict(urls)
+        for pod in urls:
+            self.figures.setdefault(pod, PodFigures())
 
     def in_flight(self, pod: str) -> int:
         return self._in_flight[pod]
@@ -98,7 +104,7 @@ class Router:
             answer = None
         if answer is None or answer.pod not in self.urls:
             self.alone += 1
-            return next(self._turns)
+            return list(self.urls)[next(self._turns) % len(self.urls)]
         return answer.pod
 
     async def _stream(self, pod: str, prompt: list[int], max_tokens: int) -> Served:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,6 +29,7 @@ from app.simulator.pod import PodSettings
 
 MODEL = "simulated"
 POD_TIMEOUT_S = 60.0
+PODS_INTERVAL_S = 2.0  # between two looks at which pods the indexer knows
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Show = Callable[[Sequence[Router], float, str], None]  # routers, elapsed seconds, address of the dashboard
@@ -75,7 +76,12 @@ async def run_traffic(
             urls = await _wait_for_pods(http, indexer_url, api_key)
             for policy in settings.policies:
                 outcome.routers.append(Router(indexer, http, MODEL, urls, policy))
-            await _drive(settings, outcome, show)
+            follower = asyncio.create_task(_follow_pods(http, indexer_url, api_key, outcome.routers))
+            try:
+                await _drive(settings, outcome, show)
+            finally:
+                follower.cancel()
+                await asyncio.gather(follower, return_exceptions=True)
 
     outcome.interrupted = await _until_signal(body())
     return outcome
@@ -157,30 +163,47 @@ async def _drive(settings: DemoSettings, outcome: DemoOutcome, show: Show) -> No
 
 async def _wait_for_pods(
     http: httpx.AsyncClient, indexer_url: str, api_key: str | None, deadline_s: float = 60.0
-) -> Mapping[str, str]:
-    """Name -> address of the pods of the model, once there is one; a pod serves where its metrics are."""
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+) -> dict[str, str]:
+    """Once there is one."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + deadline_s
-    cause = "it knows no pod of the model"
-    while loop.time() < deadline:
+    while True:
         try:
-            response = await http.get(f"{indexer_url}/v1/pods", headers=headers)
-        except httpx.HTTPError as error:
-            cause = f"it does not answer: {error}"
-        else:
-            if response.is_client_error:
-                raise InvalidInput(f"the indexer at {indexer_url} refused: {response.text[:500]}")
-            urls = _served_pods(response.json()["pods"]) if response.is_success else {}
+            urls = await _served_pods(http, indexer_url, api_key)
             if urls:
                 return urls
+            cause = "it knows none of the model"
+        except Unresponsive as error:
+            cause = str(error)
+        if loop.time() > deadline:
+            raise Unresponsive(f"the indexer at {indexer_url} has no pods to send to: {cause}")
         await asyncio.sleep(0.2)
-    raise Unresponsive(f"the indexer at {indexer_url} has no pods to send to: {cause}")
 
 
-def _served_pods(pods: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+async def _follow_pods(
+    http: httpx.AsyncClient, indexer_url: str, api_key: str | None, routers: Sequence[Router]
+) -> None:
+    while True:
+        await asyncio.sleep(PODS_INTERVAL_S)
+        with contextlib.suppress(Unresponsive, InvalidInput):
+            urls = await _served_pods(http, indexer_url, api_key)
+            for router in routers if urls else ():
+                router.set_pods(urls)
+
+
+async def _served_pods(http: httpx.AsyncClient, indexer_url: str, api_key: str | None) -> dict[str, str]:
+    """Name -> address of the pods of the model; a pod serves where its metrics are."""
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    try:
+        response = await http.get(f"{indexer_url}/v1/pods", headers=headers)
+    except httpx.HTTPError as error:
+        raise Unresponsive(f"it does not answer: {error}") from error
+    if response.is_server_error:
+        raise Unresponsive(f"it answers {response.status_code}")
+    if response.is_error:
+        raise InvalidInput(f"the indexer at {indexer_url} refused: {response.text[:500]}")
     found = {}
-    for pod in pods:
+    for pod in response.json()["pods"]:
         if pod["model"] == MODEL and pod["metrics_url"] is not None:
             address = urlsplit(pod["metrics_url"])
             found[pod["pod"]] = f"{address.scheme}://{address.netloc}"

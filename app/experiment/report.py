@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +52,7 @@ def build_table(report: Report) -> Table:
         f"of {report.block_size} tokens"
     )
     table.add_column("policy", no_wrap=True)
-    for column in ("hit rate", "imbalance", "first token p50", "p99", "exact"):
+    for column in ("hit rate", "imbalance", "TTFT p50", "TTFT p99", "exact", "waited"):
         table.add_column(column, justify="right")
     for name, result in report.policies.items():
         table.add_row(
@@ -61,19 +62,18 @@ def build_table(report: Report) -> Table:
             f"{result.ttft_p50_s:.2f} s",
             f"{result.ttft_p99_s:.2f} s",
             _exactness(result),
+            str(result.waited),
         )
     table.add_section()
     for name, rate in report.bounds.items():
-        table.add_row(f"{name} (bound)", f"{100 * rate:.1f} %", "", "", "", "")
+        table.add_row(f"{name} (bound)", f"{100 * rate:.1f} %", "", "", "", "", "")
     return table
 
 
 def _exactness(result: PolicyResult) -> str:
-    if result.predicted_exact is None:
-        return f"- ({result.waited} waited)"
-    judged = result.exact + result.over + result.under
-    waited = f" ({result.waited} waited)" if result.waited else ""
-    return f"{result.exact} of {judged}{waited}"
+    """Never rounded up to all of them."""
+    part = result.predicted_exact
+    return "-" if part is None else f"{math.floor(1_000 * part) / 10:.1f} %"
 
 
 def draw(report: Report, path: Path) -> None:
@@ -87,22 +87,24 @@ def draw(report: Report, path: Path) -> None:
         raise InvalidInput("a plot needs matplotlib: pip install 'kvindexer[plot]'", field="plot") from error
     mpl.use("agg")
     mpl.rcParams["svg.hashsalt"] = "kvindexer"  # the same figures make the same file
+    mpl.rcParams["svg.fonttype"] = "none"
     from matplotlib import pyplot
 
     names = [name.replace("_", " ") for name in report.policies]
     results = list(report.policies.values())
     figure, (rates, delays) = pyplot.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
     bars = rates.barh(names, [100 * result.hit_rate for result in results], color="#4878a8")
-    rates.bar_label(bars, fmt="%.1f %%", padding=3)
+    rates.bar_label(bars, fmt="%.1f %%", label_type="center", color="white")
     for (name, rate), style in zip(report.bounds.items(), ("--", ":"), strict=False):
         label = f"{name.replace('_', ' ')} {100 * rate:.1f} %"
         rates.axvline(100 * rate, color="black", linestyle=style, linewidth=1, label=label)
     rates.set_xlabel("blocks found in the cache, %")
     rates.set_xlim(0, 1.25 * max([100 * rate for rate in report.bounds.values()] + [1.0]))
-    rates.legend(fontsize="small", loc="lower right")
+    rates.legend(fontsize="small", loc="center right")
     delays.barh(names, [result.ttft_p99_s for result in results], color="#c8d8e8", label="p99")
     delays.barh(names, [result.ttft_p50_s for result in results], color="#4878a8", label="p50")
     delays.set_xscale("log")
+    delays.set_xlim(left=0.5 * min([result.ttft_p50_s for result in results if result.ttft_p50_s] + [1.0]))
     delays.set_xlabel("simulated time to the first token, s")
     delays.legend(fontsize="small", loc="lower right")
     figure.suptitle(

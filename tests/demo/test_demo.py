@@ -167,6 +167,20 @@ def test_traffic_reaches_the_pods_that_an_indexer_knows(fleet: tuple[str, subpro
     assert set(figures["requests_per_pod"]) == {pod["pod"] for pod in known}
 
 
+def test_a_router_follows_pods_that_come_and_go() -> None:
+    async def follow() -> Router:
+        async with AsyncClient("http://127.0.0.1:9") as nobody, httpx.AsyncClient() as http:
+            router = Router(nobody, http, "simulated", {"a": "http://127.0.0.1:9"}, "prefix_and_load")
+            await router.send([1, 2, 3], 1)
+            router.set_pods({"b": "http://127.0.0.1:9", "c": "http://127.0.0.1:9"})
+            for _ in range(4):
+                await router.send([1, 2, 3], 1)
+        return router
+
+    failed = {pod: figures.failed for pod, figures in asyncio.run(follow()).figures.items()}
+    assert failed == {"a": 1, "b": 2, "c": 2}
+
+
 def test_a_router_goes_on_in_turn_without_its_indexer(fleet: tuple[str, subprocess.Popen[str]]) -> None:
     url, _ = fleet
     urls = {

@@ -234,7 +234,9 @@ def _answering(handler: Handler) -> Handler:
             status, kind = _status(error)
             return json_response(error_body(str(error), kind, status), status)
         except ClientDisconnect:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)  # nobody reads it; only the log of requests does
+            return Response(
+                status_code=CLIENT_CLOSED_REQUEST
+            )  # nobody reads it; only the log of requests does
 
     return answering
 

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := $(wildcard native/*.hpp native/*.cpp) CMakeLists.txt
-NATIVE_TESTS := tests/index tests/test_service.py
+NATIVE_TESTS := tests/index tests/test_service.py tests/test_json_cut.py tests/api/test_short_way.py
 CPP_FILES := $(wildcard native/*.hpp native/*.cpp)
 
 .PHONY: demo serve test sanitize check bench fmt clean
@@ -19,8 +19,10 @@ $(STAMP): $(VENV)/.dependencies $(NATIVE)
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .
 	@touch $@
 
+# First the answers checked against what real engines reused, then a minute of simulated pods and traffic.
 demo: $(STAMP)
 	$(BIN)/kvindexer replay tests/data/captures/v0.32.0-workload
+	$(BIN)/kvindexer demo --seconds $(or $(SECONDS),60)
 
 serve: $(STAMP)
 	$(BIN)/kvindexer serve
@@ -40,6 +42,7 @@ sanitize: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.prefix_index
+	$(BIN)/python -m benchmarks.http
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -47,6 +50,8 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker-compose.yml
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix .

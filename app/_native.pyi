@@ -20,6 +20,7 @@ class PrefixIndex:
         prefixes_per_context_max: int,
         orphan_blocks_max: int,
         speculative_blocks_max: int,
+        contents: FuzzyIndex | None = None,
     ) -> None: ...
     def add_context(self, seed: int, block_size: int) -> tuple[int, int | None]: ...
     def touch_context(self, context: int) -> None: ...
@@ -133,6 +134,46 @@ class AnswerBook:
 
         `answers` are (block size, packed rows) of each context, `sources` those that may be shown.
         """
+
+# -- fuzzy (native/fuzzy_index.hpp)
+
+def simhash(token_ids: bytes, shingle: int = 1) -> int:
+    """Of all the tokens, as one block; at least `shingle` of them."""
+
+def sliding_simhashes(token_ids: bytes, block_size: int, shingle: int = 1) -> bytes:
+    """uint64, one for the block at every token offset."""
+
+def linear_scan(stored: bytes, queries: bytes, distance_max: int) -> bytes:
+    """For benchmarks: rows of uint32 query, uint32 stored for all pairs of SimHashes within the distance."""
+
+class NearTable:
+    """For tests: SimHashes that no tokens are known for, in a table of 2**bits buckets, 6 <= bits <= 20."""
+
+    def __init__(self, bits: int) -> None: ...
+    def insert(self, simhashes: bytes) -> None: ...
+    def search(self, queries: bytes, distance_max: int, scans: int = 0) -> bytes:
+        """Rows of uint32 query, uint32 distance, uint32 stored (in the order of insertion)."""
+
+class FuzzyIndex:
+    """Matches are rows of uint32 offset, uint16 distance, uint16 exact, uint64 prefix hash."""
+
+    def __init__(self, shingle: int, scans: int = 0) -> None:
+        """`scans`: 0 the fastest that this machine runs, 1 the next, a large number the portable ones."""
+
+    def add_context(self, context: int, block_size: int) -> None: ...
+    def drop_context(self, context: int) -> None: ...
+    def insert(self, context: int, prefix_hashes: bytes, token_ids: bytes) -> int: ...
+    def remove(self, context: int, prefix_hashes: bytes) -> None: ...
+    def prefixes(self, context: int) -> bytes: ...
+    def exact(self, context: int, token_ids: bytes, matches_max: int) -> bytes: ...
+    def near(
+        self, context: int, token_ids: bytes, offsets: bytes, distance_max: int, matches_max: int
+    ) -> bytes: ...
+    @staticmethod
+    def select(weights: bytes, block_size: int) -> bytes:
+        """uint32 offsets of windows that do not overlap, with the largest sum of uint32 weights (0: never)."""
+
+    def statistics(self) -> tuple[int, int, int, int, int, int, int]: ...
 
 # -- wire: raw spans of msgpack or JSON to buffers (native/wire.hpp)
 

@@ -253,4 +253,4 @@ class LookupResponse(Body):
     """Instance -> [tier, tokens]; the most tokens first."""
 
     event_id: str
-    layout_info: dict[str, tuple[str, int]]
+    layout_info: dict[str, Annotated[list[str | int], Field(min_length=2, max_length=2)]]

@@ -10,6 +10,7 @@ IndexerError
 │   └── BodyTooLarge      a request body is longer than we read
 ├── Overloaded            a queue is full; the same call may go through later
 ├── TokenizerUnavailable  a tokenizer cannot be had now: the hub or its process does not answer
+├── SwitchedOff           a setting leaves out what is asked for; `setting` names it
 ├── NoCandidate           no pod is there to choose from
 ├── Unresponsive          another process did not answer, or not in time
 ├── Refused               an indexer refused a request of ours; `status` is its answer
@@ -89,6 +90,14 @@ class Overloaded(IndexerError):
 
 class TokenizerUnavailable(IndexerError):
     """A tokenizer cannot be had now; the same call may go through later."""
+
+
+class SwitchedOff(IndexerError):
+    """What is asked for is left out by a setting."""
+
+    def __init__(self, detail: str, *, setting: str) -> None:
+        super().__init__(f"{detail}: KVINDEXER_{setting.upper()} is false")
+        self.setting = setting
 
 
 class NoCandidate(IndexerError):

@@ -25,6 +25,7 @@ from app.api import (
     compatible_queries,
     document,
     events,
+    fuzzy,
     match,
     operations,
     pages,
@@ -40,6 +41,7 @@ from app.api.wiring import Wiring, attach
 from app.config import Settings
 from app.errors import IndexerError, InvalidInput, InvalidSettings
 from app.events import EventBatch
+from app.fuzzy_queries import fuzzy_index
 from app.index.prefix_index import PrefixIndex
 from app.ingest.feed import QueueLimits
 from app.ingest.receiver import SocketLimits
@@ -73,11 +75,12 @@ class Application(FastAPI):
         await super().__call__(scope, receive, send)
 
 
-def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> FastAPI:
+def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> Application:
     """Raises InvalidSettings for configured pods that cannot be."""
     specs = _configured_pods(settings)
-    index = PrefixIndex(index_limits(settings))
-    service = IndexerService(settings, index, clock=clock)
+    contents = fuzzy_index(settings)
+    index = PrefixIndex(index_limits(settings), contents)
+    service = IndexerService(settings, index, clock=clock, contents=contents)
     snapshots = _snapshots(settings, service, index, specs)
     loads = Loads(settings, pods=lambda: [pod.spec for pod in service.pods.values()], clock=clock)
     router = Router(settings, service, clock=clock, polled=loads.load)
@@ -97,6 +100,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
                 "loads": (loads.gauges, loads.counters),
                 "route": (dict, router.counters),
                 "snapshot": (snapshots.gauges, snapshots.counters) if snapshots else (dict, dict),
+                "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
             },
         )
     )
@@ -121,6 +125,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
     for resource in (
         events,
         match,
+        fuzzy,
         route,
         prefixes,
         pods,

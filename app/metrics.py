@@ -116,6 +116,14 @@ _PART_GAUGES = {
         "saved_bytes": "Its bytes on disk",
         "restored_blocks": "Blocks that the snapshot at the start brought",
     },
+    "fuzzy": {
+        "contexts": "Contexts whose blocks fuzzy matches find",
+        "blocks": "Blocks that they find, removed ones too until they are swept",
+        "same_content": "Those of them beyond the first of their tokens",
+        "unswept": "Removed blocks that are not swept yet",
+        "crowded": "Contents that only exact matches find: too many others are nearly the same",
+        "bytes": "Memory of all this in bytes",
+    },
 }
 _PART_COUNTERS = {
     "tokenizer": {
@@ -143,6 +151,12 @@ _PART_COUNTERS = {
         "choices_round_robin": "Choices in turn",
         "choices_least_loaded": "Choices by load",
         "reserved_blocks": "Blocks announced with a choice",
+    },
+    "fuzzy": {
+        "queries": "Fuzzy matches answered",
+        "asked_tokens": "Tokens of the prompts that were asked about",
+        "reusable_tokens": "Those of them that are held somewhere, exactly or nearly",
+        "candidates_dropped": "Stored blocks, at the least, left out of answers: fuzzy_candidates_max",
     },
 }
 

@@ -1,8 +1,8 @@
 """The one writer: every event and every query of the process goes through here, on the event loop's thread.
 
 It holds the parts together over one index and one clock: app/registry.py (pods, sources, trust),
-app/batches.py (events), app/queries.py (matches), app/dumps.py (all that is held) and app/live.py (what
-happens). What they share is said there; what a caller needs is said here.
+app/batches.py (events), app/queries.py (matches), app/fuzzy_queries.py (matches by content), app/dumps.py (all
+that is held) and app/live.py (what happens). What they share is said there; what a caller needs is said here.
 
 Nothing here blocks, and nothing but `tick` and `stats` takes longer than its input: `tick` does a bounded
 slice (`sweep_visits_max` index entries and a few silent sources), `stats` a pass over the sources.
@@ -20,6 +20,8 @@ from app.config import Settings
 from app.dumps import Dumps
 from app.errors import InvalidInput
 from app.events import BlockRemoved, EventBatch, Tier
+from app.fuzzy.fuzzy_index import FuzzyIndex
+from app.fuzzy_queries import FuzzyQueries, FuzzyQuery, FuzzyResult
 from app.index.interface import Index, ticks
 from app.index.prefix_index import TICK_MS, IndexLimits
 from app.live import LiveFeed
@@ -31,6 +33,8 @@ from app.scoring import TIER_LABELS, MatchRow
 
 __all__ = [
     "BatchResult",
+    "FuzzyQuery",
+    "FuzzyResult",
     "IndexerService",
     "JsonAnswer",
     "MatchQuery",
@@ -71,20 +75,32 @@ def index_limits(settings: Settings) -> IndexLimits:
 
 
 class IndexerService:
-    """All calls are synchronous, non-blocking and made from one thread. `clock` gives monotonic seconds."""
+    """All calls are synchronous, non-blocking and made from one thread. `clock` gives monotonic seconds.
 
-    def __init__(self, settings: Settings, index: Index, *, clock: Callable[[], float]) -> None:
+    `contents` is the fuzzy index that `index` keeps in step; without one there are no fuzzy matches.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        index: Index,
+        *,
+        clock: Callable[[], float],
+        contents: FuzzyIndex | None = None,
+    ) -> None:
         self._settings = settings
         self._index = index
         self._clock = clock
         self._started_s = clock()
         self._ticks_ahead = 0  # room for the ages of what is restored
+        self._sweep_from_s = clock()
         self.live = LiveFeed(
             subscribers_max=settings.live_subscribers_max, queue_events_max=settings.live_queue_events_max
         )
         self._registry = Registry(settings, index, self.live, clock)
         self._batches = Batches(settings, index, self._registry, self.live, now=self._now)
         self._queries = Queries(settings, index, self._registry, clock=clock, now=self._now)
+        self.fuzzy = FuzzyQueries(settings, index, contents, self._registry, self._queries, now=self._now)
         self.dumps = Dumps(index, self._registry, now=self._now, dumps_max=settings.dumps_max)
 
     # -- pods
@@ -303,7 +319,11 @@ class IndexerService:
 
     def tick(self) -> None:
         """Bounded slice of expiry, sweeping and deadlines; called from a timer."""
-        self._index.sweep(self._now(), self._settings.sweep_visits_max)
+        if self._clock() >= self._sweep_from_s:
+            swept = self._index.sweep(self._now(), self._settings.sweep_visits_max)
+            if swept.idle:
+                # Nothing hangs on it: what is dead or expired is hidden already, sweeping only gives memory back.
+                self._sweep_from_s = self._clock() + self._settings.sweep_pause_s
         self._registry.reset_silent(SILENCES_PER_TICK_MAX)
 
     def stats(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ MSGPACK = "application/msgpack"
 JSON_LONG_WAY = "application/json;charset=utf-8"
 
 BODIES = 256  # different queries of a kind
-POSTED = 2_000  # events measured
+POSTED = 4_000  # events measured, at most
 
 GOALS_US = {
     "match tokens, JSON": 120,
@@ -76,7 +76,7 @@ def main() -> int:
         verdict = "met" if ours[name].cpu_us <= goal else "MISSED"
         print_line(f"goal {name} <= {goal} us", f"{ours[name].cpu_us:7.1f} us   {verdict}")
     for name in list(ours):
-        if name + ", 64 pods" in ours:
+        if name in GOALS_US and name + ", 64 pods" in ours:
             ratio = ours[name + ", 64 pods"].cpu_us / ours[name].cpu_us
             print_line(
                 f"goal {name}: 64 pods <= 1.2 x 8", f"{ratio:7.2f} x   {'met' if ratio <= 1.2 else 'MISSED'}"
@@ -111,6 +111,11 @@ def _measure_ours(wrk: Wrk, core: set[int] | None, fleet: Fleet) -> dict[str, Lo
     with running(command, port, core) as server:
         _load(server, fleet)
         narrow = list(fleet.narrow_chains)[:: max(1, len(fleet.narrow_chains) // BODIES)][:BODIES]
+        before = server.cpu_s()
+        time.sleep(2.0)
+        print_line(
+            "idle (timers and sweeping)", f"{(server.cpu_s() - before) / 2.0 * 1e3:7.1f} ms CPU a second"
+        )
         seen: dict[str, Load] = {}
         for suffix, chains in (("", narrow), (", 64 pods", list(range(fleet.wide)))):
             for name, path, content_type, bodies in _queries(chains):

@@ -1,6 +1,9 @@
 """The index in process: memory a block, match, store, remove, clear and sweep, with every answer checked.
 
-    python -m benchmarks.prefix_index [--blocks 1000000] [--pods 8] [--fleet 64]
+    python -m benchmarks.prefix_index [--blocks 1000000] [--pods 8] [--fleet 64] [--peer]
+
+`--peer` puts the same chains into Dynamo's RadixTree as well (pip install --group bench-peers) and asks it the same:
+tokens to hashes to scores, which are two calls there and take Python integers.
 
 A chain is one prompt of 4,096 tokens, 256 blocks of 16. Chains are looked up in random order, so that a match
 finds none of its entries in a CPU cache (unless the whole index fits there). The floor beside a match is the hash chain
@@ -10,6 +13,7 @@ alone, measured in the same run.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import struct
 
@@ -69,6 +73,35 @@ class Workload:
         assert depths == expected, f"chain {chain}: {depths} is not {expected}"
 
 
+def measure_peer(work: Workload, pods: int, order: list[int]) -> None:
+    """Dynamo's tree over the same blocks: its store is fed JSON, which is the only form that it takes."""
+    from dynamo.llm import RadixTree, compute_block_hash_for_seq
+
+    before = resident_bytes()
+    tree = RadixTree()
+    number = 0
+    for chain in range(work.chains):
+        tokens = list(struct.unpack(f"<{CHAIN_BLOCKS * BLOCK_SIZE}I", work.tokens(chain)))
+        local = compute_block_hash_for_seq(tokens, BLOCK_SIZE)
+        engine = struct.unpack(f"<{CHAIN_BLOCKS}Q", work.engine_hashes(chain))
+        blocks = [{"block_hash": e, "tokens_hash": t} for e, t in zip(engine, local, strict=True)]
+        for source in work.holders(chain, pods):
+            stored = {"parent_hash": None, "blocks": blocks}
+            event = {"event_id": number, "data": {"stored": stored}, "dp_rank": 0}
+            number += 1
+            tree.apply_event(source, json.dumps(event).encode())
+    grown = (resident_bytes() - before) / (work.chains * CHAIN_BLOCKS)
+    print_line(f"Dynamo RadixTree: memory, {pods} pods a block", f"{grown:.1f} B a block")
+    prompts = [list(struct.unpack(f"<{CHAIN_BLOCKS * BLOCK_SIZE}I", work.tokens(chain))) for chain in order]
+
+    def ask(prompt: list[int]) -> object:
+        return tree.find_matches(compute_block_hash_for_seq(prompt, BLOCK_SIZE), False).scores
+
+    for chain, prompt in zip(order[:50], prompts, strict=False):
+        assert ask(prompt) == {(source, 0): CHAIN_BLOCKS for source in work.holders(chain, pods)}
+    print_line("Dynamo RadixTree: match 4,096 tokens, cold", time_calls(ask, prompts[50:]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -76,6 +109,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--pods", type=int, default=8, help="pods that hold each block")
     parser.add_argument("--fleet", type=int, default=64, help="pods in all")
+    parser.add_argument("--peer", action="store_true", help="measure Dynamo's RadixTree beside us")
     options = parser.parse_args()
     print_machine()
     print(f"settings: {options}")
@@ -112,6 +146,8 @@ def main() -> None:
         "  floor: the hash chain alone",
         time_calls(lambda p: _native.prefix_hashes(7, BLOCK_SIZE, p, None), prompts[:500]),
     )
+    if options.peer:
+        measure_peer(work, options.pods, order)
     strangers = [random.Random(f"stranger {n}").randbytes(len(prompts[0])) for n in range(500)]
     assert core.match_tokens(context, strangers[0], None, 2) == b"", "a stranger must not match"
     print_line("total miss", time_calls(lambda p: core.match_tokens(context, p, None, 2), strangers))

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from benchmarks.processes import Server
 
-CONNECTIONS = 16
+# A run of `once` ends here at the latest, finished or not: wrk has no way to end earlier.
+ONCE_SECONDS = 2.0
+CONNECTIONS = 32
 
 # Arguments: Content-Type, "once" or "again", how many bodies, and the folder of files 0, 1, 2 ...
 _SCRIPT = """
@@ -77,10 +79,10 @@ class Wrk:
     def drive(
         self, server: Server, path: str, bodies: Sequence[bytes], content_type: str, *, once: bool = False
     ) -> Load:
-        """Every body in turn: again and again for a time, or each `once`."""
+        """Every body in turn: again and again for a time, or each at most `once`."""
         for number, body in enumerate(bodies):
             (self._folder / str(number)).write_bytes(body)
-        seconds = 60.0 if once else self._seconds
+        seconds = ONCE_SECONDS if once else self._seconds
         command = [
             "wrk", "--threads=1", f"--connections={CONNECTIONS}", f"--duration={max(1, round(seconds))}s",
             "--latency", f"--script={self._script}", server.url(path),

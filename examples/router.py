@@ -56,7 +56,7 @@ class Router:
         for pod in dict.fromkeys([chosen, *itertools.islice(self._turns, len(self._pods))]):
             rank = {"x-data-parallel-rank": str(dp_rank)} if pod == chosen and dp_rank is not None else {}
             url = self._pods[pod] + request.url.path
-            asked = self._http.build_request("POST", url, content=content, headers={**headers, **rank})
+            asked = self._http.build_request("POST", url, content=content, headers=headers | rank)
             self._running[pod] += 1
             try:
                 answer = await self._http.send(asked, stream=True)
@@ -83,8 +83,7 @@ class Router:
                 token_ids=token_ids,
             )
             loads = {pod: Load(running=self._running[pod]) for pod in self._pods}
-            # A request that the indexer refuses must not fail for it: it is the pod's to judge.
-            with contextlib.suppress(IndexerError):
+            with contextlib.suppress(IndexerError):  # what the indexer refuses is the pod's to judge
                 answer = await self._client.route(prompt, pods=list(self._pods), loads=loads)
                 if answer.pod is not None and answer.pod in self._pods:
                     return answer.pod, answer.dp_rank

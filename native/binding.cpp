@@ -16,7 +16,9 @@
 #include <vector>
 
 #include "answer_book.hpp"
+#include "fuzzy_index.hpp"
 #include "json_cut.hpp"
+#include "linear_scan.hpp"
 #include "prefix_index.hpp"
 #include "wire.hpp"
 #include "xxh64.hpp"
@@ -76,12 +78,16 @@ void bind_index(nb::module_& m) {
 
   nb::class_<SlotMap>(m, "SlotMap").def(nb::init<>());
   nb::class_<PrefixIndex>(m, "PrefixIndex")
-      .def("__init__",
-           [](PrefixIndex* self, Tick ttl, size_t contexts_max, size_t prefixes_per_context_max,
-              size_t orphan_blocks_max, size_t speculative_blocks_max) {
-             new (self) PrefixIndex(Limits{ttl, contexts_max, prefixes_per_context_max, orphan_blocks_max,
-                                           speculative_blocks_max});
-           })
+      .def(
+          "__init__",
+          [](PrefixIndex* self, Tick ttl, size_t contexts_max, size_t prefixes_per_context_max,
+             size_t orphan_blocks_max, size_t speculative_blocks_max, FuzzyIndex* contents) {
+            new (self) PrefixIndex(Limits{ttl, contexts_max, prefixes_per_context_max, orphan_blocks_max,
+                                          speculative_blocks_max},
+                                   contents);
+          },
+          "ttl_ticks"_a, "contexts_max"_a, "prefixes_per_context_max"_a, "orphan_blocks_max"_a,
+          "speculative_blocks_max"_a, "contents"_a.none() = nb::none(), nb::keep_alive<1, 7>())
       .def("add_context", &PrefixIndex::add_context)
       .def("touch_context", &PrefixIndex::touch_context)
       .def("context_size", &PrefixIndex::context_size)
@@ -253,6 +259,105 @@ void bind_answers(nb::module_& m) {
            "sources"_a.none());
 }
 
+// -- fuzzy
+
+template <class Value>
+nb::bytes bytes_of_values(const std::vector<Value>& values) {
+  return nb::bytes(values.data(), values.size() * sizeof(Value));
+}
+
+// A copy of a bytes object as uint32: bytes objects promise no alignment.
+std::vector<uint32_t> halves_of(const nb::bytes& buffer) {
+  std::vector<uint32_t> halves(buffer.size() / 4);
+  if (!halves.empty()) std::memcpy(halves.data(), buffer.data(), halves.size() * 4);
+  return halves;
+}
+
+// A NearTable alone: tests choose SimHashes that no tokens are known for.
+struct LoneTable {
+  RecordPool records;
+  NearTable table;
+  explicit LoneTable(unsigned bits) : table(bits, records) {}
+  LoneTable(const LoneTable&) = delete;
+};
+
+void bind_near_table(nb::module_& m) {
+  nb::class_<LoneTable>(m, "NearTable")
+      .def(nb::init<unsigned>(), "bits"_a)
+      .def("insert",
+           [](LoneTable& self, const nb::bytes& simhashes) {
+             uint64_t number = 0;
+             for (const uint64_t simhash : words_of(simhashes))
+               self.table.insert({simhash, ++number, number});
+           })
+      .def(
+          "search",
+          [](const LoneTable& self, const nb::bytes& queries, unsigned distance_max, size_t scans) {
+            std::vector<uint32_t> rows;
+            self.table.search(
+                words_of(queries), distance_max, native_scans()[std::min(scans, native_scans().size() - 1)],
+                [&](uint32_t query, unsigned distance, const Record& record) {
+                  rows.insert(rows.end(), {query, distance, static_cast<uint32_t>(record.prefix - 1)});
+                });
+            return bytes_of_values(rows);
+          },
+          "queries"_a, "distance_max"_a, "scans"_a = 0);
+}
+
+void bind_fuzzy(nb::module_& m) {
+  bind_near_table(m);
+  static_assert(sizeof(FuzzyMatch) == 16);
+  m.def(
+      "simhash",
+      [](const nb::bytes& tokens, size_t shingle) {
+        return simhash(data_of(tokens), tokens.size() / 4, shingle);
+      },
+      "token_ids"_a, "shingle"_a = 1);
+  m.def(
+      "sliding_simhashes",
+      [](const nb::bytes& tokens, size_t block_size, size_t shingle) {
+        return bytes_of_values(sliding_simhashes(data_of(tokens), tokens.size() / 4, block_size, shingle));
+      },
+      "token_ids"_a, "block_size"_a, "shingle"_a = 1);
+  m.def(
+      "linear_scan",
+      [](const nb::bytes& stored, const nb::bytes& queries, unsigned distance_max) {
+        return bytes_of_values(linear_scan(words_of(stored), words_of(queries), distance_max));
+      },
+      "stored"_a, "queries"_a, "distance_max"_a);
+  nb::class_<FuzzyIndex>(m, "FuzzyIndex")
+      .def(nb::init<size_t, size_t>(), "shingle"_a, "scans"_a = 0)
+      .def("add_context", &FuzzyIndex::add_context)
+      .def("drop_context", &FuzzyIndex::drop_context)
+      .def("insert",
+           [](FuzzyIndex& self, uint32_t context, const nb::bytes& prefixes, const nb::bytes& tokens) {
+             return self.insert(context, words_of(prefixes), data_of(tokens));
+           })
+      .def("remove", [](FuzzyIndex& self, uint32_t context,
+                        const nb::bytes& prefixes) { self.remove(context, words_of(prefixes)); })
+      .def("prefixes",
+           [](FuzzyIndex& self, uint32_t context) { return bytes_of_values(self.prefixes(context)); })
+      .def("exact",
+           [](FuzzyIndex& self, uint32_t context, const nb::bytes& tokens, size_t matches_max) {
+             return bytes_of_values(self.exact(context, data_of(tokens), tokens.size() / 4, matches_max));
+           })
+      .def("near",
+           [](FuzzyIndex& self, uint32_t context, const nb::bytes& tokens, const nb::bytes& offsets,
+              unsigned distance_max, size_t matches_max) {
+             return bytes_of_values(self.near(context, data_of(tokens), tokens.size() / 4, halves_of(offsets),
+                                              distance_max, matches_max));
+           })
+      .def_static("select",
+                  [](const nb::bytes& weights, size_t block_size) {
+                    return bytes_of_values(FuzzyIndex::select(halves_of(weights), block_size));
+                  })
+      .def("statistics", [](const FuzzyIndex& self) {
+        const FuzzyStatistics now = self.statistics();
+        return std::tuple(now.contexts, now.blocks, now.chained, now.doomed, now.crowded, now.bytes,
+                          now.matches_dropped);
+      });
+}
+
 // -- wire
 
 PyObject* wire_error = nullptr;  // app._native.WireError, owned by the module
@@ -304,8 +409,8 @@ nb::bytes parse_numbers(nb::handle data) {
   return nb::steal<nb::bytes>(out);
 }
 
-// What is left of a JSON text, and the buffers of the arrays that were cut out of it; None where json_cut.hpp
-// refuses it.
+// What is left of a JSON text, and the buffers of the arrays that were cut out of it; None where
+// json_cut.hpp refuses it.
 nb::object json_cut(nb::handle data, size_t numbers_max, size_t arrays_max) {
   const BufferView view(data);
   nb::list arrays;
@@ -437,6 +542,7 @@ void bind_wire(nb::module_& m) {
 
 NB_MODULE(_native, m) {
   m.doc() = "Native core of the KV prefix-cache indexer; see app/_native.pyi.";
+  bind_fuzzy(m);
   bind_index(m);
   bind_answers(m);
   bind_wire(m);

@@ -29,7 +29,8 @@ struct Place {  // where blocks lie, without the context
 struct PrefixEntry {
   uint64_t key;  // the prefix hash
   SetId holders;
-  Tick last_seen;
+  Tick last_seen : 31;        // in ticks of 100 ms: enough for six years
+  uint32_t is_plain : 1 = 0;  // the fuzzy index has been told of it (content_feed.hpp)
   bool empty() const { return holders == kEmptySet; }
   bool is_expired(Tick now, Tick ttl) const { return ttl != 0 && now - last_seen >= ttl; }
 };

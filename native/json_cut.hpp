@@ -138,7 +138,7 @@ inline size_t count_json_children(Span data, size_t max) {
       any = any || depth > 0;
     }
   }
-  return any ? commas + 1 : 0;
+  return any ? std::min(commas, max) + 1 : 0;
 }
 
 }  // namespace kvindexer::wire

@@ -31,6 +31,7 @@
 #include <utility>
 #include <vector>
 
+#include "content_feed.hpp"
 #include "context.hpp"
 #include "hash_chain.hpp"
 #include "holder_sets.hpp"
@@ -90,8 +91,10 @@ struct Statistics {
 
 class PrefixIndex {
  public:
-  explicit PrefixIndex(const Limits& limits)
-      : limits_(limits), walk_(sets_, limits.ttl), orphans_(limits.orphan_blocks_max) {}
+  // `contents`, when not null, is told of plain blocks, and lives longer. Its contexts are the caller's to
+  // add, before anything is stored in them, and to drop.
+  explicit PrefixIndex(const Limits& limits, FuzzyIndex* contents = nullptr)
+      : limits_(limits), walk_(sets_, limits.ttl), orphans_(limits.orphan_blocks_max), contents_(contents) {}
   PrefixIndex(const PrefixIndex&) = delete;
   PrefixIndex& operator=(const PrefixIndex&) = delete;
 
@@ -192,7 +195,10 @@ class PrefixIndex {
     std::vector<uint64_t> prefixes;
     std::vector<bool> living;  // empty: all
     size_t next = 0;
-    std::vector<uint64_t> copies = {};  // empty: they are counted; else this is how many there are
+    std::vector<uint64_t> copies = {};     // empty: they are counted; else this is how many there are
+    std::vector<uint8_t> own_tokens = {};  // of an orphan
+    const uint8_t* tokens = nullptr;       // of all blocks; null: not known
+    size_t plain = 0;                      // leading blocks on whose chains nobody has extra keys
     bool restating = false;  // a root event: leading blocks that the slot names are told again, not copied
     std::optional<uint32_t> slot = {};  // made with the first block that is stored
   };
@@ -212,10 +218,14 @@ class PrefixIndex {
   std::vector<uint64_t> hash_blocks(const Context& context, uint64_t chain_from, size_t blocks,
                                     const uint8_t* tokens, const ExtraKeys& extra) const;
   uint64_t store_frames(Context& context, Frame first, Tick now, bool count_copies);
-  void release_waiters(const Context& context, uint32_t source, uint64_t engine_hash, uint64_t prefix,
+  void release_waiters(Context& context, uint32_t source, uint64_t engine_hash, uint64_t prefix, bool plain,
                        std::vector<Frame>& frames);
+  static size_t plain_blocks(bool parent, const ExtraKeys& extra, size_t blocks);
+  void die(const Context& context, const PrefixEntry& entry) {
+    if (entry.is_plain) contents_.died(context.id, entry.key);
+  }
   bool store_block(Context& context, uint32_t slot, uint64_t engine_hash, uint64_t prefix, Tick now,
-                   bool count_copies);
+                   bool count_copies, const uint8_t* plain_tokens);
   Name* find_own_name(const Context& context, uint32_t slot, uint64_t key, uint64_t prefix, Tick now);
   PrefixEntry* hold(Context& context, uint32_t slot, PrefixEntry* entry, uint64_t prefix, Tick now);
   void own(Context& context, uint32_t slot, Name* name, uint64_t key, uint64_t prefix);
@@ -275,6 +285,7 @@ class PrefixIndex {
   SegmentedTable<Name> names_;
   SurplusTable copies_, aliases_;
   OrphanBook orphans_;
+  ContentFeed contents_;
   size_t marks_ = 0;                                    // in all contexts, dead ones too until they are swept
   std::vector<std::pair<Context*, uint32_t>> targets_;  // of one removal
 

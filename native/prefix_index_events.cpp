@@ -89,6 +89,7 @@ Stored PrefixIndex::store(const Place& place, uint32_t id, std::span<const uint6
   Context& context = use(id);
   const size_t blocks = engine_hashes.size();
   uint64_t chain_from = context.seed;
+  bool plain = true;
   if (parent) {
     const std::optional<Named> named = resolve(place.source, *parent, now, &context, &place);
     if (!named) {
@@ -104,11 +105,14 @@ Stored PrefixIndex::store(const Place& place, uint32_t id, std::span<const uint6
       return {0, waiting, 0};
     }
     chain_from = named->prefix;
+    plain = context.prefixes.find(chain_from)->is_plain;
   }
   Frame frame{place,
               {engine_hashes.begin(), engine_hashes.end()},
               hash_blocks(context, chain_from, blocks, tokens, extra),
               {}};
+  frame.tokens = tokens;
+  frame.plain = plain_blocks(plain, extra, blocks);
   frame.restating = !parent && blocks > 1;
   return {store_frames(context, std::move(frame), now, count_copies), 0, 0};
 }
@@ -171,9 +175,17 @@ std::vector<uint64_t> PrefixIndex::hash_blocks(const Context& context, uint64_t 
   return prefixes;
 }
 
+// How many leading blocks have no extra keys, on top of a parent that is plain or not.
+size_t PrefixIndex::plain_blocks(bool parent, const ExtraKeys& extra, size_t blocks) {
+  size_t plain = 0;
+  while (parent && plain < blocks && extra.of(plain).empty()) ++plain;
+  return plain;
+}
+
 // Stores the blocks of a frame and of every orphan that they release, depth first.
 uint64_t PrefixIndex::store_frames(Context& context, Frame first, Tick now, bool count_copies) {
   uint64_t stored = 0;
+  const bool told = contents_.takes(context.id);
   std::vector<Frame> frames;
   frames.push_back(std::move(first));
   while (!frames.empty()) {
@@ -192,32 +204,43 @@ uint64_t PrefixIndex::store_frames(Context& context, Frame first, Tick now, bool
     if (frame.living.empty() || frame.living[block]) {
       if (!frame.slot) frame.slot = slot_of(context, frame.place);
       const bool count = count_copies && !frame.restating && frame.copies.empty();
-      if (!store_block(context, *frame.slot, engine_hash, prefix, now, count)) frame.restating = false;
+      const uint8_t* const plain_tokens =
+          told && block < frame.plain ? frame.tokens + block * context.block_bytes : nullptr;
+      if (!store_block(context, *frame.slot, engine_hash, prefix, now, count, plain_tokens))
+        frame.restating = false;
       if (!frame.copies.empty()) {
         touch(mix64(engine_hash));
         copies_.set(mix64(engine_hash), context.id, *frame.slot, frame.copies[block] - 1);
       }
       ++stored;
     }
-    if (!orphans_.is_empty()) release_waiters(context, frame.place.source, engine_hash, prefix, frames);
+    if (!orphans_.is_empty())
+      release_waiters(context, frame.place.source, engine_hash, prefix, block < frame.plain, frames);
   }
+  contents_.flush();
   return stored;
 }
 
-// Pushes a frame for each orphan that waits for this block, the oldest on top.
-void PrefixIndex::release_waiters(const Context& context, uint32_t source, uint64_t engine_hash,
-                                  uint64_t prefix, std::vector<Frame>& frames) {
+// Pushes a frame for each orphan that waits for this block, the oldest on top. A block that came without
+// tokens may be known to be `plain` from before.
+void PrefixIndex::release_waiters(Context& context, uint32_t source, uint64_t engine_hash, uint64_t prefix,
+                                  bool plain, std::vector<Frame>& frames) {
   for (Orphan& orphan : orphans_.take_waiting(source, context.id, engine_hash)) {
     std::vector<uint64_t> prefixes =
         hash_blocks(context, prefix, orphan.engine_hashes.size(), orphan.tokens.data(), orphan.extra);
-    frames.push_back(
-        Frame{orphan.place, std::move(orphan.engine_hashes), std::move(prefixes), std::move(orphan.living)});
+    const PrefixEntry* const entry = plain ? nullptr : context.prefixes.find(prefix);
+    Frame frame{orphan.place, std::move(orphan.engine_hashes), std::move(prefixes), std::move(orphan.living)};
+    frame.own_tokens = std::move(orphan.tokens);
+    frame.tokens = frame.own_tokens.data();
+    frame.plain = plain_blocks(plain || (entry != nullptr && entry->is_plain), orphan.extra,
+                               frame.engine_hashes.size());
+    frames.push_back(std::move(frame));
   }
 }
 
-// Tells whether the slot named the block before.
+// Tells whether the slot named the block before. `plain_tokens` is not null when the block is to be told.
 bool PrefixIndex::store_block(Context& context, uint32_t slot, uint64_t engine_hash, uint64_t prefix,
-                              Tick now, bool count_copies) {
+                              Tick now, bool count_copies, const uint8_t* plain_tokens) {
   const uint64_t key = mix64(engine_hash);
   Name* const name = find_own_name(context, slot, key, prefix, now);
   PrefixEntry* entry = context.prefixes.find(prefix);
@@ -241,6 +264,10 @@ bool PrefixIndex::store_block(Context& context, uint32_t slot, uint64_t engine_h
     if (!owned) own(context, slot, name, key, prefix);
   }
   entry->last_seen = now;
+  if (plain_tokens != nullptr && !entry->is_plain) {
+    entry->is_plain = true;
+    contents_.born(context.id, prefix, plain_tokens, context.block_bytes);
+  }
   if (marks_ != 0) confirm(context, prefix, context.slots[slot].local);
   return held && owned;
 }
@@ -309,7 +336,9 @@ void PrefixIndex::disown(Context& context, uint32_t slot, Name* name, Tick now) 
   --context.slots[slot].blocks;
   context.slots[slot].digest -= mix64(prefix);
   replace(entry->holders, sets_.without(entry->holders, slot));
-  if (entry->holders == kEmptySet) context.prefixes.erase(entry);
+  if (entry->holders != kEmptySet) return;
+  die(context, *entry);
+  context.prefixes.erase(entry);
 }
 
 void PrefixIndex::replace(SetId& set, SetId by) {
@@ -336,6 +365,7 @@ Removed PrefixIndex::remove(const Place& place, std::span<const uint64_t> engine
     result.removed += removed;
     result.unknown += removed == 0 ? 1 : 0;
   }
+  contents_.flush();
   return result;
 }
 

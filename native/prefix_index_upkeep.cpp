@@ -23,6 +23,7 @@ void PrefixIndex::forget(Context& context, const PrefixEntry& entry) {
   });
   sets_.release(entry.holders);
   if (exporting_) gone_.emplace_back(context.id, entry.key);
+  die(context, entry);
   remains_ = true;  // its names
 }
 
@@ -87,6 +88,7 @@ Swept PrefixIndex::sweep(Tick now, size_t visits_max) {
   }
   while (swept.visited < visits_max && !swept.pass_done) sweep_stage(now, visits_max, swept);
   in_pass_ = !swept.pass_done;
+  contents_.flush();
   return swept;
 }
 
@@ -173,7 +175,9 @@ bool PrefixIndex::keep_prefix(Context& context, PrefixEntry& entry, Tick now, Sw
   }
   if (!context.retired_slots.empty() && sets_.intersects(entry.holders, context.dead))
     replace(entry.holders, sets_.minus(entry.holders, context.dead));
-  return entry.holders != kEmptySet;
+  if (entry.holders != kEmptySet) return true;
+  die(context, entry);
+  return false;
 }
 
 bool PrefixIndex::keep_name(Name& name, Tick now) {

@@ -46,6 +46,8 @@ class _Context:
     lora: str | None
     block_size: int
     last_seen: dict[int, int] = dataclasses.field(default_factory=dict)  # prefix -> tick: the entries
+    plain: set[int] = dataclasses.field(default_factory=set)  # entries that a fuzzy index has
+    ever_plain: set[int] = dataclasses.field(default_factory=set)  # prefixes without extra keys
 
     @property
     def seed(self) -> int:
@@ -58,6 +60,7 @@ class _Context:
 class _Block:
     engine_hash: int
     content: bytes
+    plain: bool  # it has no extra keys
     living: bool = True
 
 
@@ -145,7 +148,12 @@ class ReferenceIndex:
         slot = self._slot(source, tier, group, context)
         blocks = [
             _Block(*parts)
-            for parts in zip(names, (t + k for t, k in zip(tokens, keys, strict=True)), strict=True)
+            for parts in zip(
+                names,
+                (t + k for t, k in zip(tokens, keys, strict=True)),
+                (not k for k in keys),
+                strict=True,
+            )
         ]
         if parent is None:
             before = self._contexts[context].seed
@@ -345,6 +353,12 @@ class ReferenceIndex:
         """All entries of a context; for tests."""
         return set(self._contexts[context].last_seen)
 
+    def plain_prefixes(self, context: int) -> tuple[set[int], set[int]]:
+        """What a fuzzy index must have, and what else it may have: plain prefixes that went, and came back
+        without their tokens. For tests."""
+        known = self._contexts[context]
+        return set(known.plain), known.ever_plain & known.last_seen.keys()
+
     def blocks_by_tier(self, source: int) -> tuple[int, int, int, int]:
         blocks = [0, 0, 0, 0]
         for slot, names in self._names.items():
@@ -422,21 +436,28 @@ class ReferenceIndex:
         restating = (
             len(run.blocks) > 1 and before == self._contexts[run.slot[3]].seed
         )  # a root event comes first
-        work = [(run, iter(run.blocks), before)]
+        context = self._contexts[run.slot[3]]
+        work = [(run, iter(run.blocks), before, before == context.seed or before in context.plain)]
         while work:
-            run, blocks, before = work.pop()
+            run, blocks, before, plain = work.pop()
             block = next(blocks, None)
             if block is None:
                 continue
             prefix = xxhash.xxh64_intdigest(block.content, seed=before)
-            work.append((run, blocks, prefix))
+            if block.plain and (before == context.seed or before in context.ever_plain):
+                context.ever_plain.add(prefix)
+            plain = plain and block.plain
+            work.append((run, blocks, prefix, plain))
             if block.living:
                 name = self._names.get(run.slot, {}).get(block.engine_hash)
                 restating = restating and name is not None and name.prefix == prefix
                 self._hold(run.slot, block.engine_hash, prefix, count_copies and not restating)
                 stored += 1
+                if plain:
+                    context.plain.add(prefix)
             waiting = self._take_waiting(run.slot, block.engine_hash)
-            work += [(orphan, iter(orphan.blocks), prefix) for orphan in reversed(waiting)]
+            plain = plain or prefix in context.plain
+            work += [(orphan, iter(orphan.blocks), prefix, plain) for orphan in reversed(waiting)]
         return stored
 
     def _take_waiting(self, slot: Slot, engine_hash: int) -> list[_Run]:
@@ -467,6 +488,7 @@ class ReferenceIndex:
         prefix = self._names[slot].pop(engine_hash).prefix
         if not self._slots_of(slot[3], prefix):
             del self._contexts[slot[3]].last_seen[prefix]
+            self._contexts[slot[3]].plain.discard(prefix)
 
     def _wait(self, orphan: _Run) -> int:
         room = self._limits.orphan_blocks_max
@@ -512,6 +534,7 @@ class ReferenceIndex:
     def _forget(self, context: _Context, prefixes: set[int]) -> None:
         for prefix in prefixes:
             del context.last_seen[prefix]
+        context.plain -= prefixes
         for slot, names in self._names.items():
             if slot[3] == context.id and prefixes:
                 for engine_hash in [e for e, name in names.items() if name.prefix in prefixes]:
@@ -526,6 +549,7 @@ class ReferenceIndex:
                 for name in names.values()
             }
             context.last_seen = {prefix: seen for prefix, seen in context.last_seen.items() if prefix in held}
+            context.plain &= held
 
     def _use(self, context: int) -> int:
         self._contexts[context] = self._contexts.pop(context)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.server
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from app.config import load_settings
 from app.loads import Loads, read_loads
 from app.pods import PodSpec
 from app.routing import Load
+from tests.test_serving import serving
 
 PAGE = b"""# HELP python_gc_objects_collected_total Objects collected during gc
 # TYPE python_gc_objects_collected_total counter
@@ -170,3 +172,21 @@ def test_impossible_addresses_are_failures() -> None:
     )
     polling.poll()
     assert polling.counts == (3, 3)
+
+
+def test_a_choice_goes_by_what_was_read(pod: tuple[type[Pod], str]) -> None:
+    """Everything wired together: the running service asks the pod by itself."""
+    deadline_s = time.monotonic() + 20
+    arguments = ["serve", "--port", "0", "--pod", f"a=,model=m,metrics={pod[1]}"]
+    with (
+        serving(*arguments, KVINDEXER_LOADS_INTERVAL_S="0.05") as (_, port),
+        httpx.Client(base_url=f"http://127.0.0.1:{port}") as client,
+    ):
+        while True:
+            answer = client.post("/v1/route", json={"model": "m", "token_ids": [1, 2, 3]}).json()
+            if answer["candidates"][0]["load"] is not None:
+                break
+            assert time.monotonic() < deadline_s, answer
+            time.sleep(0.01)
+        assert answer["candidates"][0]["load"] == {"running": 3, "waiting": 1, "kv_usage": 0.25}
+        assert "kvindexer_loads_known 1.0" in client.get("/metrics").text

@@ -18,7 +18,7 @@ from app.api.bodies import JSON, MSGPACK, OCTETS
 from app.api.problems import CONTENT_TYPE as PROBLEM
 
 _REFERENCE = "#/components/schemas/{model}"
-_PROBLEMS: dict[str, Any] = {
+PROBLEMS: dict[str, Any] = {
     "description": "A problem.",
     "content": {PROBLEM: {"schema": {"$ref": _REFERENCE.format(model="Problem")}}},
 }
@@ -56,7 +56,7 @@ def described(
     return {
         "responses": {
             200: {"model": answer, "description": _first_line(answer), "content": {MSGPACK: {}}},
-            "default": _PROBLEMS,
+            "default": PROBLEMS,
         },
         "openapi_extra": extra,
     }
@@ -77,7 +77,7 @@ def described_stream(
         "response_class": Response,
         "responses": {
             200: {"description": description, "content": {media_type: {"schema": text}}},
-            "default": _PROBLEMS,
+            "default": PROBLEMS,
         },
         "openapi_extra": {} if query is None else {"parameters": _parameters(query, required=False)},
     }

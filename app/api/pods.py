@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import TypeAdapter, ValidationError
 
 from app.api import bodies
-from app.api.document import described
+from app.api.document import PROBLEMS, described
 from app.api.wiring import Wiring, wiring_of
 from app.endpoints import check_metrics_url, rank_endpoints
 from app.errors import InvalidInput
@@ -65,7 +65,9 @@ async def put_pod(pod: str, request: Request) -> Response:
 
 
 @router.delete(
-    "/{pod:path}", status_code=204, responses={204: {"description": "It is gone and holds nothing."}}
+    "/{pod:path}",
+    status_code=204,
+    responses={204: {"description": "It is gone and holds nothing."}, "default": PROBLEMS},
 )
 async def delete_pod(pod: str, request: Request) -> Response:
     """Forgets a pod and all that it holds, and stops following it."""
@@ -74,6 +76,8 @@ async def delete_pod(pod: str, request: Request) -> Response:
 
 
 def _spec(name: str, said: PodRequest) -> PodSpec:
+    if name.endswith("/blocks"):
+        raise InvalidInput("a pod whose name ends with /blocks could not be deleted", field="pod")
     try:
         _name.validate_python(name)
     except ValidationError as error:

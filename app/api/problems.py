@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from app.errors import (
     BatchRejected,
@@ -24,6 +25,7 @@ from app.errors import (
     LimitExceeded,
     NoCandidate,
     Overloaded,
+    SwitchedOff,
     TokenizerUnavailable,
     UnknownPod,
     UnreadableBatch,
@@ -44,6 +46,7 @@ STATUSES: tuple[tuple[type[IndexerError], int, str], ...] = (
     (NoCandidate, 404, "no-candidate"),
     (BodyTooLarge, 413, "body-too-large"),
     (LimitExceeded, 422, "limit-exceeded"),
+    (SwitchedOff, 501, "switched-off"),
     (Overloaded, 503, "overloaded"),
     (TokenizerUnavailable, 503, "tokenizer-unavailable"),
 )
@@ -134,13 +137,27 @@ async def _validation_error(_request: Request, error: Exception) -> JSONResponse
     return problem(422, "invalid-input", sentence(faults), faults=faults)
 
 
-async def _http_error(_request: Request, error: Exception) -> JSONResponse:
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     phrase = http.HTTPStatus(error.status_code).phrase
     detail = str(error.detail)
     headers = dict(error.headers) if error.headers else None
+    if error.status_code == http.HTTPStatus.METHOD_NOT_ALLOWED:
+        headers = {"Allow": ", ".join(_methods(request))}
     slug = phrase.lower().replace(" ", "-")
     return problem(error.status_code, slug, detail, faults=[("", detail)], headers=headers)
+
+
+def _methods(request: Request) -> list[str]:
+    """All methods of the path: each of them is a route of its own, and the framework names the first one's."""
+
+    def is_taken(method: str) -> bool:
+        scope = {**request.scope, "method": method}
+        return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
+
+    return [
+        method for method in ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT") if is_taken(method)
+    ]
 
 
 async def _sender_left(_request: Request, _error: Exception) -> Response:

@@ -45,7 +45,7 @@ async def read_query(wiring: Wiring, fields: MatchFields, raw: bodies.Fields, no
     token_ids = bodies.token_ids(raw, notation, wiring.settings.tokens_max)
     if token_ids is None:
         assert isinstance(fields, TextFields), "text and messages are declared where they are taken"
-        token_ids = await wiring.tokenizer.token_ids(fields.model, _prompt(fields, raw, notation))
+        token_ids = await tokenise(wiring, fields, raw, notation)
     return make_query(fields, token_ids=token_ids, extra_keys=extra_keys)
 
 
@@ -71,8 +71,9 @@ def make_query(
     )
 
 
-def _prompt(fields: TextFields, raw: bodies.Fields, notation: str) -> Prompt:
-    return Prompt(
+async def tokenise(wiring: Wiring, fields: TextFields, raw: bodies.Fields, notation: str) -> bytes:
+    """Token ids of `text` or `messages`, one of which is there."""
+    prompt = Prompt(
         "json" if notation == bodies.JSON else "msgpack",
         text=bodies.raw_value(raw, notation, "text"),
         messages=bodies.raw_value(raw, notation, "messages"),
@@ -82,3 +83,4 @@ def _prompt(fields: TextFields, raw: bodies.Fields, notation: str) -> Prompt:
         continue_final_message=fields.continue_final_message,
         add_special_tokens=fields.add_special_tokens,
     )
+    return await wiring.tokenizer.token_ids(fields.model, prompt)

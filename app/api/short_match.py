@@ -40,6 +40,8 @@ class _Match(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _decoder = msgspec.json.Decoder(_Match)
+# A parameter that is not here is for the long way, also one that a later release adds to the model.
+_QUERY_KNOWN = {"model", "lora", "cache_salt", "block_size", "pods", "hashes", "include_hashes"}
 
 
 def answer(wiring: Wiring, notation: str, query_string: bytes, body: bytes) -> bytes | None:
@@ -120,8 +122,10 @@ def _query_fields(
         extra_keys = query_extra_keys(None, lora=fields.lora or None, cache_salt=fields.cache_salt)
     except InvalidInput:
         return None
-    if fields.include_hashes or fields.min_blocks or fields.top_k is not None:
-        return None
-    if fields.hashes and fields.cache_salt:
+    if (
+        fields.include_hashes
+        or fields.model_fields_set - _QUERY_KNOWN
+        or (fields.hashes and fields.cache_salt)
+    ):
         return None
     return fields, extra_keys, None if fields.pods is None else frozenset(fields.pods)

@@ -5,11 +5,12 @@ the service nor the index; `hash` computes here (app/hashing.py). Every command 
 document on standard output and nothing else there; tables, progress and complaints are for people.
 
     serve       serve.py, the only one that starts the service
-    match, route, hash                  prompts.py
+    match, route, fuzzy, hash           prompts.py
     pods                                pods.py
     events, stats                       watch.py
     dump, load                          dumps.py
-    replay, simulate                    app/replay, app/simulator
+    replay, simulate, experiment        app/replay, app/simulator, app/experiment
+    demo, traffic                       app/demo
 
 What needs the native core is imported late: a missing core must be one sentence and no traceback.
 """
@@ -56,12 +57,15 @@ def _add_commands() -> None:
     if cli.registered_commands:
         return
     from app.cli import dumps, pods, prompts, serve, watch
+    from app.demo.command import demo, traffic
+    from app.experiment.command import experiment
     from app.replay.command import replay
     from app.simulator.command import simulate
 
     cli.command()(serve.serve)
     cli.command()(prompts.match)
     cli.command()(prompts.route)
+    cli.command()(prompts.fuzzy)
     cli.command("hash")(prompts.hash_prompt)
     cli.add_typer(pods.group, name="pods")
     cli.command()(watch.events)
@@ -70,6 +74,9 @@ def _add_commands() -> None:
     cli.command()(dumps.load)
     cli.command("replay")(replay)
     cli.command("simulate")(simulate)
+    cli.command("experiment")(experiment)
+    cli.command("demo")(demo)
+    cli.command("traffic")(traffic)
 
 
 def _say(text: str) -> None:

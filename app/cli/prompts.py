@@ -1,4 +1,4 @@
-"""`kvindexer match`, `route` and `hash`: questions about one prompt."""
+"""`kvindexer match`, `route`, `fuzzy` and `hash`: questions about one prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from app.cli import screen
 from app.cli.connection import DEFAULT_URL, ApiKey, AsJson, Connection, Url
 from app.config import Settings
 from app.extra_keys import query_extra_keys
-from app.schemas import BLOCK_SIZE_MAX, TOKEN_ID_MAX
+from app.schemas import BLOCK_SIZE_MAX, FUZZY_DISTANCE_MAX, FUZZY_MATCHES_MAX, TOKEN_ID_MAX
 
 Model = Annotated[str, typer.Option("--model", "-m", help="The model's name, as the pods have it.")]
 Lora = Annotated[str | None, typer.Option("--lora", help="LoRA adapter; none is the bare model.")]
@@ -129,6 +129,69 @@ def route(
         [[_cell(candidate.get(name)) for name in names] for candidate in candidates],
         title=f"-> {answer.get('pod')} rank {answer.get('dp_rank')}",
     )
+
+
+def fuzzy(
+    model: Model,
+    tokens: Tokens = None,
+    tokens_file: TokensFile = None,
+    text: Text = None,
+    lora: Lora = None,
+    block_size: BlockSize = None,
+    sliding: Annotated[
+        bool, typer.Option("--sliding", help="Look at every token offset, not only at the prompt's blocks.")
+    ] = False,
+    max_distance: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=FUZZY_DISTANCE_MAX, help="Bits in which the SimHashes of near blocks may differ."
+        ),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option("--exclude", help="An owner that does not count; may be repeated.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, max=FUZZY_MATCHES_MAX, help="Matches that are shown of a block.")
+    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """What of a prompt is held anywhere, exactly or nearly, even where its prefix differs?
+
+    Examples:
+
+        kvindexer fuzzy -m llama-3 -f prompt.json --sliding
+
+        kvindexer fuzzy -m llama-3 --text "You are a helpful assistant." --exclude pod-a --json
+    """
+    body = _prompt(model, tokens, tokens_file, text, lora, None, block_size, None)
+    body |= {"mode": "sliding"} if sliding else {}
+    optional = {"max_distance": max_distance, "exclude": exclude or None, "limit_per_block": limit}
+    body |= {name: value for name, value in optional.items() if value is not None}
+    with Connection(url, api_key) as indexer:
+        answer = indexer.post("/v1/fuzzy-match", body)
+    if as_json:
+        return screen.print_json(answer)
+    held = [
+        (
+            pod["pod"],
+            pod["reusable_blocks"],
+            pod["reusable_tokens"],
+            f"{100 * pod['coverage']:.1f} %",
+            f"{pod['mean_confidence']:.3f}",
+        )
+        for pod in answer["pods"]
+    ]
+    title = f"{answer['tokens']} tokens, blocks of {answer['block_size']}"
+    columns = ("pod", "#blocks", "#reusable tokens", "#coverage", "#confidence")
+    screen.print_table(columns, held, title=title)
+    matches = [
+        (block["token_offset"], row["kind"], row["hamming_distance"], row["pod"], row["dp_rank"])
+        for block in answer["blocks"]
+        for row in block["matches"]
+    ]
+    return screen.print_table(("#token", "kind", "#distance", "pod", "#rank"), matches)
 
 
 def hash_prompt(

@@ -33,6 +33,9 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     extra_keys: list[list[Any] | None] | None = None
 
     def hashed(self) -> Prompt:
@@ -109,7 +112,10 @@ class Candidate(msgspec.Struct, frozen=True):
     score: float
     dp_rank: int = 0
     matched_blocks: int = 0
-    load: Any = None
+    speculative_blocks: int = 0
+    load: Load | None = None
+    own_requests: float = 0.0
+    state: str | None = None
     reason: str = ""
 
 
@@ -119,6 +125,11 @@ class RouteAnswer(msgspec.Struct, frozen=True):
     pod: str | None = None
     dp_rank: int = 0
     score: float = 0.0
+    policy: str = ""
+    block_size: int = 0
+    tokens: int = 0
+    blocks: int = 0
+    reserved_blocks: int = 0
     candidates: tuple[Candidate, ...] = ()
     degraded: bool = False
     cause: str = ""

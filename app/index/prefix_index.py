@@ -77,6 +77,12 @@ capacity
   least recently used one (asked for by `context`, stored into or matched) is dropped whole, with its names, orphans
   and marks; its id is not used again.
 
+contents
+  An index made with a FuzzyIndex keeps it in step: after every call it has exactly the plain prefixes that have an
+  entry, in every context whose blocks can have a SimHash. A prefix is plain when its tokens came with a `store` and
+  when neither it nor any block before it has extra keys, as far as is known: what stands on a prefix that is not in
+  the FuzzyIndex is not plain. Entries that are expired or held by nobody any more are there until they are swept.
+
 Work. Clear, drop and context drop are O(1): dead slots are masked in every query and swept in slices by `sweep`.
 """
 
@@ -91,6 +97,7 @@ import msgspec
 
 from app import hashing
 from app.errors import InvalidInput, NativeCoreMissing
+from app.fuzzy.fuzzy_index import FuzzyIndex
 
 try:
     from app import _native
@@ -172,7 +179,7 @@ class ContextInfo:
 class SweepResult:
     visited: int  # table entries looked at; 0 when there was nothing to do
     expired: int  # entries that outlived the TTL
-    idle: bool  # nothing is dead, expired or pending as far as a full pass could see
+    idle: bool  # a pass over the whole index has just ended, or there was nothing to sweep
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -204,13 +211,15 @@ class PrefixIndex:
     """See the module's contract. A buffer whose length does not fit raises InvalidInput, and nothing has changed then.
     The id of a source or context that is gone is the caller's bug."""
 
-    def __init__(self, limits: IndexLimits) -> None:
+    def __init__(self, limits: IndexLimits, contents: FuzzyIndex | None = None) -> None:
+        self._contents = contents
         self._core = _native.PrefixIndex(
             limits.ttl_ticks,
             limits.contexts_max,
             limits.prefixes_per_context_max,
             limits.orphan_blocks_max,
             limits.speculative_blocks_max,
+            None if contents is None else contents.core,
         )
         self._contexts: dict[int, _Context] = {}
         self._by_model: dict[tuple[str, str | None], dict[int, int]] = {}  # -> block size -> id
@@ -234,6 +243,10 @@ class PrefixIndex:
             del of_model[gone.block_size]
             if not of_model:
                 del self._by_model[gone.model, gone.lora]
+        if self._contents is not None:
+            if evicted is not None:
+                self._contents.drop_context(evicted)
+            self._contents.add_context(context, block_size)
         self._contexts[context] = _Context(model, lora, block_size)
         self._by_model.setdefault((model, lora), {})[block_size] = context
         return context

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,6 +31,12 @@ def simulate(
     draft_tokens: Annotated[int, typer.Option(min=0, help="Speculative tokens a decoding step tries.")] = 0,
     speed: Annotated[float, typer.Option(help="Simulated seconds in a second; inf does not wait.")] = 1.0,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    by_hostname: Annotated[
+        bool,
+        typer.Option(
+            "--by-hostname", help="Name the pods after this machine and announce its name as their address."
+        ),
+    ] = False,
     port: Annotated[int, typer.Option(min=0, help="HTTP port of the first pod; 0: free ones.")] = 9_000,
     zmq_port: Annotated[int, typer.Option(min=0, help="First port for events; 0: free ones.")] = 0,
     replay_port: Annotated[int, typer.Option(min=0, help="First port for replays; 0: free ones.")] = 0,
@@ -63,8 +70,9 @@ def simulate(
         offload=offload if offload_chunks else None,
         draft_tokens=draft_tokens,
     )
+    hostname = socket.gethostname()
     pod = PodSettings(
-        name="pod",
+        name=f"pod-{hostname}" if by_hostname else "pod",
         model=model,
         adapters=tuple(adapter or ()),
         engine=engine,
@@ -72,6 +80,7 @@ def simulate(
         dp_size=dp_size,
         speed=speed,
         host=host,
+        advertised_host=hostname if by_hostname else None,
         zmq_port=zmq_port,
         replay_port=replay_port,
         events_url=indexer if publish_http else None,

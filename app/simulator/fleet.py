@@ -81,14 +81,21 @@ class RunningPod:
             "model": its.model,
             "block_size": its.engine.cache.block_size,
             "dp_size": its.dp_size,
+            "metrics_url": f"{self._advertised(self.url)}/metrics",
         }
         if self.pod.zmq_endpoint is not None:
             about |= {
-                "zmq_endpoint": self.pod.zmq_endpoint,
-                "replay_endpoint": self.pod.replay_endpoint,
+                "zmq_endpoint": self._advertised(self.pod.zmq_endpoint),
+                "replay_endpoint": self._advertised(self.pod.replay_endpoint or ""),
                 "topic": its.topic,
             }
         return about
+
+    def _advertised(self, address: str) -> str:
+        its = self.pod.settings
+        if its.advertised_host is None:
+            return address
+        return address.replace(f"//{its.host}:", f"//{its.advertised_host}:", 1)
 
 
 class Fleet:

@@ -36,6 +36,7 @@ class PodSettings:
     """`events_url` publishes by HTTP to that indexer instead of ZMQ. Port 0 takes a free one.
 
     Rank r listens at `zmq_port + r` and `replay_port + r`. `max_tokens_total` bounds prompt and output of a request.
+    `advertised_host` is what an indexer is told instead of `host`, where that is 0.0.0.0.
     """
 
     name: str = "pod-0"
@@ -46,6 +47,7 @@ class PodSettings:
     dp_size: int = 1
     speed: float = 1.0
     host: str = "127.0.0.1"
+    advertised_host: str | None = None
     zmq_port: int = 0
     replay_port: int = 0
     topic: str = ""

@@ -1,14 +1,20 @@
 """One child process that tokenises: started when first asked, killed when it does not answer in time.
 
-One prompt at a time. Whatever ends a call before its answer was read whole (time is up, the caller is
-cancelled, the child is gone) ends the child too: the next call starts another, so an answer can never be
-taken for that of another prompt.
+One prompt at a time, over a pair of sockets. Whatever ends a call before its answer was read whole (time is up,
+the caller is cancelled, the child is gone) ends the child too: the next call starts another, so an answer can
+never be taken for that of another prompt.
+
+The child is started on a thread, and not by the event loop: a loop forks, which copies the page tables of a large
+index while nothing else runs; subprocess.Popen does not.
 """
 
 from __future__ import annotations
 
 import asyncio
-import asyncio.subprocess
+import contextlib
+import dataclasses
+import socket
+import subprocess
 import sys
 
 import msgspec
@@ -20,6 +26,13 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Answer)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Child:
+    process: subprocess.Popen[bytes]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
 class TokenizerProcess:
     """`starts` counts the children that were started."""
 
@@ -27,18 +40,23 @@ class TokenizerProcess:
         self.starts = 0
         self._tokenizers_max = tokenizers_max
         self._timeout_s = timeout_s
-        self._child: asyncio.subprocess.Process | None = None
+        self._child: _Child | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """None while no child runs."""
+        return None if self._child is None else self._child.process.pid
 
     async def ask(self, job: Job) -> Answer:
         """Raises TokenizerUnavailable. The caller makes one call at a time."""
         answered = False
         try:
+            if self._child is None:
+                self._child = await self._start()
             async with asyncio.timeout(self._timeout_s):
-                if self._child is None:
-                    self._child = await self._start()
                 answer = await _exchange(self._child, _encoder.encode(job))
-                answered = True
-                return answer
+            answered = True
+            return answer
         except TimeoutError:
             detail = f"the tokenizer took longer than tokenizer_timeout_s = {self._timeout_s:g} s"
             raise TokenizerUnavailable(detail) from None
@@ -53,29 +71,43 @@ class TokenizerProcess:
         child, self._child = self._child, None
         if child is None:
             return
-        assert child.stdin is not None, "the child is started with a pipe"
-        child.stdin.close()
-        if child.returncode is None:
-            child.kill()
-        await child.wait()
+        child.writer.close()
+        with contextlib.suppress(OSError):
+            await child.writer.wait_closed()
+        await _end(child.process)
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def _start(self) -> _Child:
         self.starts += 1
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "app.tokenizer.worker",
-            str(self._tokenizers_max),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
+        ours, theirs = socket.socketpair()
+        starting = asyncio.ensure_future(asyncio.to_thread(_open, theirs, self._tokenizers_max))
+        try:
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            ours.close()
+            await _end(await starting)
+            raise
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        return _Child(process, reader, writer)
 
 
-async def _exchange(child: asyncio.subprocess.Process, payload: bytes) -> Answer:
-    assert child.stdin is not None, "the child is started with pipes"
-    assert child.stdout is not None, "the child is started with pipes"
-    child.stdin.write(LENGTH.pack(len(payload)))
-    child.stdin.write(payload)
-    await child.stdin.drain()
-    (length,) = LENGTH.unpack(await child.stdout.readexactly(LENGTH.size))
-    return _decoder.decode(await child.stdout.readexactly(length))
+def _open(theirs: socket.socket, tokenizers_max: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "app.tokenizer.worker", str(tokenizers_max)]
+    return subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())
+
+
+async def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    await asyncio.to_thread(process.wait)
+
+
+async def _exchange(child: _Child, payload: bytes) -> Answer:
+    child.writer.write(LENGTH.pack(len(payload)))
+    child.writer.write(payload)
+    await child.writer.drain()
+    (length,) = LENGTH.unpack(await child.reader.readexactly(LENGTH.size))
+    return _decoder.decode(await child.reader.readexactly(length))

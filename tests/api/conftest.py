@@ -1,4 +1,7 @@
-"""The real application with a clock that tests move, called in this process."""
+"""The real application with a clock that tests move, called in this process.
+
+Every test that uses it runs twice: with the short way in front of the framework, and without.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
+from app.api.observation import RequestObservation
 from app.config import Settings, load_settings
-from app.main import create_app
+from app.main import Application, create_app
 from app.service import IndexerService
 
 
@@ -28,10 +31,12 @@ class Clock:
 class Indexer:
     """An application between its start and its end; every call is one request."""
 
-    def __init__(self, settings: Settings, clock: Clock) -> None:
+    def __init__(self, settings: Settings, clock: Clock, *, way: str = "short") -> None:
         self.clock = clock
         self.settings = settings
-        self.app: FastAPI = create_app(settings, clock=clock)
+        self.app: Application = create_app(settings, clock=clock)
+        if way == "long":
+            self.app.front = RequestObservation(self.app.framework, metrics=self.app.state.wiring.metrics)
         self._runner = asyncio.Runner()
         self._lifespan = self.app.router.lifespan_context(self.app)
         self._runner.run(self._lifespan.__aenter__())
@@ -74,12 +79,17 @@ class Indexer:
         self._runner.close()
 
 
+@pytest.fixture(params=["short", "long"])
+def way(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def make_indexer() -> Iterator[Callable[..., Indexer]]:
+def make_indexer(way: str) -> Iterator[Callable[..., Indexer]]:
     made: list[Indexer] = []
 
     def make(**settings: Any) -> Indexer:
-        indexer = Indexer(load_settings(**settings), Clock())
+        indexer = Indexer(load_settings(**settings), Clock(), way=way)
         made.append(indexer)
         return indexer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -323,3 +324,31 @@ def test_many_faults_are_named_within_reason(filled: Indexer) -> None:
 def test_many_unknown_fields_are_named_within_reason(filled: Indexer) -> None:
     body = json.dumps({f"field{i}": i for i in range(10_000)}).encode()
     assert len(json.dumps(refused(filled, "/v1/match", body, JSON))) < 2_000
+
+
+_ZEROS = b"[" + b"0," * 500_000 + b"0]"
+_HOSTILE = {
+    "pods": ("/v1/match", b'{"model":"m","token_ids":[1],"pods":%b}' % _ZEROS),
+    "one value": ("/v1/match", b'{"token_ids":[1],"model":%b}' % _ZEROS),
+    "hashes": ("/v1/match", b'{"model":"m","prefix_hashes":%b}' % _ZEROS.replace(b",0]", b",-1]")),
+    "events": ("/v1/events", b'{"pod":"pod-a","events":%b}' % _ZEROS),
+    "object": ("/v1/match", b"{%b}" % b",".join(b'"%x":0' % number for number in range(100_000))),
+    "the whole": ("/v1/match", _ZEROS),
+}
+
+
+@pytest.mark.parametrize("name", _HOSTILE)
+def test_no_object_is_built_for_each_number(filled: Indexer, name: str) -> None:
+    """A list of small integers is 8 bytes a number, one of raw values 100: neither may be made.
+
+    The buffer of hashes is 8 bytes a number too, but bounded, and no list beside it.
+    """
+    path, body = _HOSTILE[name]
+    tracemalloc.start()
+    try:
+        response = filled.post(path, content=body, headers=JSON)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert response.status_code == 422
+    assert peak < (6 if name == "hashes" else 3) * len(body)

@@ -38,6 +38,7 @@ def test_every_route_is_described(document: dict[str, Any]) -> None:
         ("post", "/v1/events"),
         ("post", "/v1/match"),
         ("post", "/v1/match/batch"),
+        ("post", "/v1/fuzzy-match"),
         ("post", "/v1/route"),
         ("post", "/v1/hashes"),
         ("post", "/v1/prefixes"),
@@ -93,7 +94,7 @@ def test_examples_are_taken(indexer: Indexer, document: dict[str, Any]) -> None:
             response = indexer.request(method.upper(), path.replace("{pod}", "pod-a"), json=example)
             assert response.is_success, (path, response.text)
             tried += 1
-    assert tried == 16
+    assert tried == 17
 
 
 def test_page_for_people(indexer: Indexer) -> None:

@@ -140,3 +140,15 @@ def test_unknown_pod_is_404(indexer: Indexer, method: str, path: str) -> None:
     assert response.status_code == 404
     assert response.json()["type"] == "urn:kvindexer:problem:unknown-pod"
     assert "'none'" in response.json()["detail"]
+
+
+def test_a_name_that_could_not_be_deleted_is_refused(indexer: Indexer) -> None:
+    response = indexer.request("PUT", "/v1/pods/a/blocks", json={"model": "m"})
+    assert response.status_code == 422
+    assert response.json()["errors"][0]["field"] == "pod"
+
+
+def test_a_405_names_every_method_of_the_path(indexer: Indexer) -> None:
+    response = indexer.request("PATCH", "/v1/pods/pod-a")
+    assert (response.status_code, response.headers["allow"]) == (405, "DELETE, GET, PUT")
+    assert indexer.get("/v1/match").headers["allow"] == "POST"

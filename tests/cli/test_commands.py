@@ -84,6 +84,19 @@ def test_prompt_of_a_file(url: str, tmp_path: Path) -> None:
     assert json.loads(process.stdout)["tokens"] == 5
 
 
+def test_fuzzy(url: str) -> None:
+    moved = "71,72,73,1,2,3,4"
+    answer = document(url, "fuzzy", "-m", "m", "-t", moved, "--sliding", "--limit", "1")
+    [block] = answer["blocks"]
+    assert (block["token_offset"], block["kind"], block["matches"][0]["pod"]) == (3, "exact", "pod-a")
+    assert answer["pods"][0]["reusable_tokens"] == 4
+    assert document(url, "fuzzy", "-m", "m", "-t", moved, "--sliding", "--exclude", "pod-a")["blocks"] == []
+    table = done(url, "fuzzy", "-m", "m", "-t", moved, "--sliding", "--max-distance", "0")
+    assert "7 tokens, blocks of 4" in table
+    assert "57.1 %" in table
+    assert "exact" in table
+
+
 def test_hash_is_that_of_the_indexer(url: str) -> None:
     options = ["-m", "m", "--block-size", "4", "-t", TOKENS]
     for more in ([], ["--lora", "tuned"], ["--cache-salt", "s"]):
@@ -115,6 +128,19 @@ def test_pods(url: str) -> None:
     code, out, err = finished("pods", "remove", "tcp://h:1/x", KVINDEXER_URL=url)
     assert (code, out) == (1, "")
     assert "no pod named" in err
+
+
+def test_route(url: str) -> None:
+    chosen = document(url, "route", "-m", "m", "-t", TOKENS, "--policy", "longest_prefix", "--reserve")
+    assert (chosen["pod"], chosen["policy"], chosen["candidates"][0]["matched_blocks"]) == (
+        "pod-a",
+        "longest_prefix",
+        2,
+    )
+    assert "-> pod-a rank 0" in done(url, "route", "-m", "m", "-t", TOKENS)
+    code, _, err = finished("route", "-m", "m", "-t", TOKENS, "--policy", "nonsense", KVINDEXER_URL=url)
+    assert code == 1
+    assert "policy" in err
 
 
 def test_stats(url: str) -> None:

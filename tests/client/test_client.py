@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.client import Prompt
+from app.client import Load, Prompt
 from app.errors import InvalidInput, Refused
 from tests.api.conftest import stored
 from tests.client.conftest import Driver
@@ -98,6 +98,37 @@ def test_a_matched_prompt_by_hashes(client: Driver) -> None:
 def test_what_cannot_be_hashed(prompt: Prompt) -> None:
     with pytest.raises(InvalidInput):
         prompt.hashed()
+
+
+def test_route(client: Driver) -> None:
+    """The pod that has the prompt, unless it is far too busy; the choice is announced, so it holds for the next."""
+    store(client)
+    client.put_pod("pod-b", model="m", block_size=4)
+    prompt = Prompt(model="m", token_ids=TOKENS)
+    answer = client.route(prompt, reserve=False)
+    assert (answer.pod, answer.dp_rank, answer.degraded, answer.tokens, answer.reserved_blocks) == (
+        "pod-a",
+        0,
+        False,
+        13,
+        0,
+    )
+    assert [(row.pod, row.matched_blocks, row.state) for row in answer.candidates] == [
+        ("pod-a", 3, "live"),
+        ("pod-b", 0, "live"),
+    ]
+    busy = {"pod-a": Load(running=500, waiting=100, kv_usage=1.0), "pod-b": Load()}
+    answer = client.route(prompt, loads=busy)
+    assert (answer.pod, answer.reserved_blocks, answer.candidates[0].load) == ("pod-b", 3, Load())
+    assert {row.pod: row.speculative_blocks for row in client.match(prompt).matches}["pod-b"] == 3
+    only = client.route(prompt, pods=["pod-c"], policy="round_robin", reserve=False)
+    assert (only.pod, only.policy) == ("pod-c", "round_robin")
+
+
+def test_nobody_to_choose_from_is_refused(client: Driver) -> None:
+    with pytest.raises(Refused) as caught:
+        client.route(Prompt(model="m", token_ids=TOKENS))
+    assert 400 <= caught.value.status < 500
 
 
 def test_pods(client: Driver) -> None:

@@ -148,6 +148,18 @@ def test_pods_appear_and_change_while_the_page_is_open(page: Page, indexer: Inde
     take(page, "pods")
 
 
+def test_live_feed_shows_batches_and_can_be_paused(page: Page, indexer: Indexer) -> None:
+    lines = page.locator("#live li")
+    expect(page.locator("#live-state")).to_have_text("connected")
+    indexer.store("pod-a", 3)
+    expect(lines.filter(has_text="batch")).to_contain_text("pod=pod-a")
+    seen = lines.count()
+    page.get_by_role("button", name="Pause").click()
+    indexer.store("pod-b", 2)
+    expect(page.locator("#pods tbody tr")).to_have_count(2, timeout=DEADLINE_MS)
+    assert lines.count() == seen
+
+
 def test_playground_draws_block_by_block(page: Page, indexer: Indexer) -> None:
     indexer.store("pod-a", 5)
     indexer.store("pod-b", 2)

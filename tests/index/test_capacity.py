@@ -13,6 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
 from app.index.interface import Index
 from app.index.prefix_index import IndexLimits, PrefixIndex
 from tests.reference import ReferenceIndex
@@ -86,6 +87,20 @@ class Book:
         was_held = prefix in self.held()
         result = self.index.remove(self.source, tier=0, group=0, engine_hashes=name, now=self.now)
         assert (result.removed_blocks, result.unknown_blocks) == (int(was_held), int(not was_held))
+
+
+@given(steps=steps)
+@settings(max_examples=150, deadline=None)
+def test_what_was_evicted_is_not_found_by_content(steps: list[tuple[str, int, int, int]]) -> None:
+    contents = FuzzyIndex(FuzzyLimits())
+    book = Book(PrefixIndex(IndexLimits(ttl_ticks=0, prefixes_per_context_max=CAPACITY), contents))
+    for what, prompt, length, wait in steps:
+        book.now += wait
+        if what == "store":
+            book.store(prompt, length)
+        elif what == "remove":
+            book.remove(prompt, length)
+        assert sorted(contents.prefix_hashes(book.context)) == sorted(book.held())
 
 
 @pytest.mark.parametrize("make", [ReferenceIndex, PrefixIndex], ids=["oracle", "native"])

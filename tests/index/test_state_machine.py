@@ -5,6 +5,9 @@ steps come back to something that was stored before. Engine hashes are small num
 permutes, so that one hash means different content on different sources, and on one source after a clear. Time
 moves by the ttl, one tick less or more, one tick, or none.
 
+A fuzzy index hangs on the native one, and must have its plain blocks after every sweep, and after every step those of
+them that somebody holds.
+
 After every step both must name the same holders of every prefix ever seen: `holders` changes nothing, so it
 may be asked all the time. Matches refresh what they find, so they are steps of their own. What may lag until
 it is swept (counts) is compared after whole sweeps; in between, sweeps stop anywhere.
@@ -28,6 +31,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
 from app.index.interface import Index
 from app.index.prefix_index import Depths, IndexLimits, PrefixIndex
 from tests.reference import ReferenceIndex
@@ -85,6 +89,7 @@ class SideBySide(RuleBasedStateMachine):
         self.now = 0
         self.seen: dict[tuple[str, str | None, int], set[int]] = {}
         self.steps = 0
+        self.tokens_were_hidden = False  # blocks were stored by their prefix hashes alone
         self.stored: list[Stored] = []  # the newest last
 
     @initialize(
@@ -114,7 +119,8 @@ class SideBySide(RuleBasedStateMachine):
             speculative_blocks_max=speculative_blocks_max,
         )
         self.oracle = ReferenceIndex(self.limits)
-        self.native = PrefixIndex(self.limits)
+        self.contents = FuzzyIndex(FuzzyLimits())
+        self.native = PrefixIndex(self.limits, self.contents)
         self.folded_names = 0 if ttl else folded_names
         self.count_copies = count_copies
         self.sources = [Twin(self.oracle.add_source(), self.native.add_source(), seed) for seed in seeds]
@@ -248,6 +254,7 @@ class SideBySide(RuleBasedStateMachine):
             "count_copies": self.count_copies,
         }
         source = self.sources[blocks.spot]
+        self.tokens_were_hidden = True
         assert self.native.store_prefixes(
             source.native, twin.native, **more_fields
         ) == self.oracle.store_prefixes(source.oracle, twin.oracle, **more_fields)
@@ -423,6 +430,7 @@ class SideBySide(RuleBasedStateMachine):
             assert self.native.blocks_by_tier(source.native) == self.oracle.blocks_by_tier(source.oracle)
             assert self.native.orphan_blocks(source.native) == self.oracle.orphan_blocks(source.oracle)
         assert held_digests(self.native) == held_digests(self.oracle)
+        self.same_contents(swept=True)
         native, oracle = self.native.stats(), self.oracle.stats()
         for name in ("contexts", "prefixes", "copies", "orphan_blocks", "speculative_blocks"):
             assert getattr(native, name) == getattr(oracle, name), name
@@ -441,6 +449,7 @@ class SideBySide(RuleBasedStateMachine):
         left = (stats.prefixes, stats.engine_keys, stats.copies, stats.holder_sets)
         assert left == (0, 0, 0, 0)
         assert (stats.orphan_blocks, stats.speculative_blocks) == (0, 0)
+        assert all(not self.contents.prefix_hashes(info.id) for info in self.native.contexts())
         self.sources = [
             Twin(self.oracle.add_source(), self.native.add_source(), s.seed) for s in self.sources
         ]
@@ -462,9 +471,25 @@ class SideBySide(RuleBasedStateMachine):
                 here = [(spots_of[s], t, g) for s, t, g in self.native.holders(twin.native, prefix, self.now)]
                 there = self.oracle.holders(twin.oracle, prefix, self.now)
                 assert sorted(here) == sorted((spots_of_oracle[s], t, g) for s, t, g in there)
+        self.same_contents(swept=False)
         assert [(spots_of[s], n) for s, n in self.drops(self.native)] == [
             (spots_of_oracle[s], n) for s, n in self.drops(self.oracle)
         ]
+
+    def same_contents(self, *, swept: bool) -> None:
+        assert self.contents.stats().contexts == len(self.native.contexts())
+        for context in range(len(CONTEXTS)):
+            twin = self.known_context(context)
+            if twin is None:
+                continue
+            found = self.contents.prefix_hashes(twin.native)
+            there = set(found)
+            assert len(there) == len(found), "a block is there twice"
+            must, may = self.oracle.plain_prefixes(twin.oracle)
+            if not swept:
+                there = {prefix for prefix in there if self.native.holders(twin.native, prefix, self.now)}
+            assert must <= there <= may
+            assert self.tokens_were_hidden or must == may
 
     def drops(self, index: PrefixIndex | ReferenceIndex) -> list[tuple[int, int]]:
         known = {source.native if index is self.native else source.oracle for source in self.sources}

@@ -311,8 +311,8 @@ def test_child_that_ends_is_started_again(folder: Path, plain: RustTokenizer) ->
         process = TokenizerProcess(tokenizers_max=1, timeout_s=60)
         job = Job(str(folder), 100, text("the cat"))
         expected = (await process.ask(job)).token_ids
-        assert process._child is not None
-        os.kill(process._child.pid, signal.SIGKILL)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(TokenizerUnavailable, match="ended"):
             await process.ask(job)
         assert (await process.ask(job)).token_ids == expected
@@ -327,7 +327,7 @@ def test_prompt_that_takes_too_long_ends_its_child(folder: Path, plain: RustToke
     async def attempt(tokenizer: Tokenizer) -> None:
         with pytest.raises(TokenizerUnavailable, match="tokenizer_timeout_s"):
             await tokenizer.token_ids("m", text("the cat"))
-        assert tokenizer._processes[0]._child is None
+        assert tokenizer._processes[0].pid is None
 
     run(attempt, tokenizers=f"m={folder}", tokenizer_timeout_s=0.01)
 

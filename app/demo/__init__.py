@@ -1,0 +1,1 @@
+"""A router and traffic that drive simulated pods through an indexer."""

@@ -1,0 +1,142 @@
+"""`kvindexer demo` and `kvindexer traffic`: the command lines. What they need is loaded when they run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from app.demo.router import Router
+    from app.demo.runner import DemoOutcome
+
+POLICY_HELP = "Policy to route by; given several times, each has pods and the same traffic of its own."
+RATE_HELP = "Conversations that begin in a second."
+PLAIN_INTERVAL_S = 5.0
+
+
+def demo(
+    seconds: Annotated[float, typer.Option(min=0.5, help="How long traffic runs.")] = 60.0,
+    pods: Annotated[int, typer.Option(min=1, max=64, help="Simulated pods for each policy.")] = 4,
+    blocks: Annotated[int, typer.Option(min=256, help="Pages of KV cache a pod has.")] = 2_000,
+    rate: Annotated[float, typer.Option(min=0.01, help=RATE_HELP)] = 3.0,
+    policy: Annotated[list[str] | None, typer.Option(help=POLICY_HELP)] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65_535, help="Port of the indexer and its dashboard; 0: a free one.")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document.")] = False,
+) -> None:
+    """An indexer, simulated pods and traffic on this machine, routing by prefix beside round robin. Ctrl-C ends it."""
+    from app.demo.runner import DemoSettings, run_demo
+
+    settings = DemoSettings(
+        policies=_policies(policy), pods=pods, blocks=blocks, rate=rate, seconds=seconds, port=port
+    )
+    with _screen(quiet=as_json) as show:
+        outcome = asyncio.run(run_demo(settings, show))
+    _sum_up(outcome, as_json=as_json)
+
+
+def traffic(
+    indexer: Annotated[
+        str, typer.Option("--url", envvar="KVINDEXER_URL", help="The indexer to route by.")
+    ] = "http://127.0.0.1:8080",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="KVINDEXER_API_KEY", help="A key of scope `read` or `write`.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.5, help="How long; without it, until interrupted.")
+    ] = None,
+    rate: Annotated[float, typer.Option(min=0.01, help=RATE_HELP)] = 3.0,
+    policy: Annotated[str, typer.Option(help="Policy to route by.")] = "prefix_and_load",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document.")] = False,
+) -> None:
+    """Route made-up conversations to the simulated pods that an indexer knows (`kvindexer simulate`)."""
+    from app.demo.runner import DemoSettings, run_traffic
+
+    settings = DemoSettings(policies=_policies([policy]), rate=rate, seconds=seconds)
+    with _screen(quiet=as_json) as show:
+        outcome = asyncio.run(run_traffic(settings, indexer.rstrip("/"), api_key, show))
+    _sum_up(outcome, as_json=as_json)
+
+
+def _policies(given: list[str] | None) -> tuple[str, ...]:
+    from app.demo.runner import DemoSettings
+    from app.experiment.runner import POLICIES
+
+    for name in given or ():
+        if name not in POLICIES:
+            raise typer.BadParameter(f"one of {', '.join(POLICIES)}", param_hint="--policy")
+    return tuple(dict.fromkeys(given)) if given else DemoSettings().policies
+
+
+@contextlib.contextmanager
+def _screen(*, quiet: bool) -> Iterator[Callable[[Sequence[Router], float, str], None]]:
+    """Tables on a terminal, lines elsewhere, nothing where standard output is a document's."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from app.demo.screen import build_tables, plain_line
+
+    console = Console()
+    if quiet:
+        yield lambda _routers, _elapsed_s, _dashboard: None
+    elif console.is_terminal:
+        with Live(console=console, transient=True, auto_refresh=False) as live:
+            yield lambda routers, elapsed_s, dashboard: live.update(
+                build_tables(routers, elapsed_s=elapsed_s, dashboard=dashboard), refresh=True
+            )
+    else:
+        said_s = -PLAIN_INTERVAL_S
+
+        def say(routers: Sequence[Router], elapsed_s: float, dashboard: str) -> None:
+            nonlocal said_s
+            if said_s < 0:
+                print(f"dashboard {dashboard}", flush=True)
+            if elapsed_s - said_s >= PLAIN_INTERVAL_S:
+                said_s = elapsed_s
+                print(plain_line(routers, elapsed_s=elapsed_s), flush=True)
+
+        yield say
+
+
+def _sum_up(outcome: DemoOutcome, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(_document(outcome)))
+        return
+    from rich.console import Console
+
+    from app.demo.screen import policy_table
+
+    console = Console()
+    if outcome.routers:
+        console.print(policy_table(outcome.routers))
+    ending = "interrupted" if outcome.interrupted else "done"
+    if outcome.dashboard:
+        console.print(f"{ending}; the dashboard was at {outcome.dashboard}", highlight=False)
+    else:
+        console.print(f"{ending} before the indexer was up", highlight=False)
+
+
+def _document(outcome: DemoOutcome) -> dict[str, Any]:
+    from app.experiment.runner import percentile
+
+    policies = {}
+    for router in outcome.routers:
+        figures = router.figures
+        delays = sorted(router.delays_s)
+        prompt = sum(pod.prompt_tokens for pod in figures.values())
+        policies[router.policy] = {
+            "requests": sum(pod.requests for pod in figures.values()),
+            "failed": sum(pod.failed for pod in figures.values()),
+            "routed_alone": router.alone,
+            "hit_rate": sum(pod.cached_tokens for pod in figures.values()) / prompt if prompt else 0.0,
+            "ttft_p50_s": percentile(delays, 0.5),
+            "ttft_p99_s": percentile(delays, 0.99),
+            "requests_per_pod": {name: pod.requests for name, pod in figures.items()},
+        }
+    return {"interrupted": outcome.interrupted, "dashboard": outcome.dashboard, "policies": policies}

@@ -1,0 +1,138 @@
+"""Questions by content: what of a prompt can be reused wherever it stands, and who holds it now.
+
+The fuzzy index knows contents and prefix hashes and is kept in step by the prefix index (its contract says
+how); who holds a prefix is asked of the prefix index while a question is answered. So what was cleared, has
+expired or belongs to a pod that is gone is not reported, swept or not.
+
+A question is asked of one context: that of the given block size, or of the smallest that is known of the model
+and adapter. Blocks that came without their tokens (from a dump) are not found, nor is anything with extra keys
+on its chain.
+
+Bounds: `fuzzy_tokens_max` tokens a question, `fuzzy_candidates_max` stored blocks a window.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from app.config import Settings
+from app.errors import InvalidInput, LimitExceeded, SwitchedOff
+from app.fuzzy.answer import FuzzyAnswer, Owner, Owners, assemble
+from app.fuzzy.fuzzy_index import MAX_DISTANCE, FuzzyIndex, FuzzyLimits
+from app.index.interface import Index
+from app.queries import Queries
+from app.registry import Registry
+
+_NOTHING = FuzzyAnswer((), (), ())
+
+
+class FuzzyQuery(msgspec.Struct, frozen=True):
+    """`token_ids` are uint32, little-endian. `exclude` are owners; `agent1` stands for `agent1:role` too."""
+
+    model: str
+    token_ids: bytes
+    lora: str | None = None
+    block_size: int | None = None
+    max_distance: int = MAX_DISTANCE
+    mode: Literal["grid", "sliding"] = "grid"
+    exclude: tuple[str, ...] = ()
+    limit_per_block: int = 4
+
+
+class FuzzyResult(msgspec.Struct, frozen=True):
+    block_size: int
+    tokens: int
+    answer: FuzzyAnswer
+    shared_prefix_hash: int | None  # of the prompt's first block; None when it fills none
+
+
+def fuzzy_index(settings: Settings) -> FuzzyIndex | None:
+    """None where `fuzzy` is off: then nothing is kept for it."""
+    if not settings.fuzzy:
+        return None
+    return FuzzyIndex(FuzzyLimits(matches_per_window_max=settings.fuzzy_candidates_max))
+
+
+class FuzzyQueries:
+    """Part of the service; `contents` is the fuzzy index that the prefix index keeps in step."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        index: Index,
+        contents: FuzzyIndex | None,
+        registry: Registry,
+        queries: Queries,
+        *,
+        now: Callable[[], int],
+    ) -> None:
+        self._settings = settings
+        self._index = index
+        self._contents = contents
+        self._registry = registry
+        self._queries = queries
+        self._now = now
+        self._counts = dict.fromkeys(("queries", "asked_tokens", "reusable_tokens"), 0)
+
+    def match(self, query: FuzzyQuery) -> FuzzyResult:
+        """Raises SwitchedOff, LimitExceeded (`fuzzy_tokens_max`), and InvalidInput for what does not fit."""
+        self.check()
+        assert self._contents is not None
+        tokens_max = self._settings.fuzzy_tokens_max
+        tokens = len(query.token_ids) // 4
+        if len(query.token_ids) % 4:
+            raise InvalidInput("token_ids must be whole uint32 values", field="token_ids")
+        if tokens > tokens_max:
+            detail = f"{tokens} tokens are more than fuzzy_tokens_max = {tokens_max}"
+            raise LimitExceeded(detail, bound="fuzzy_tokens_max")
+        unit = self._queries.unit(query.model, query.lora, query.block_size)
+        context = self._index.context_ids(query.model, query.lora).get(unit)
+        answer = _NOTHING
+        if context is not None and tokens >= unit and self._contents.has_context(context):
+            owners = Owners(lambda hashes: self._holders(context, hashes), query.exclude)
+            ask = self._contents.grid if query.mode == "grid" else self._contents.sliding
+            windows = ask(context, query.token_ids, query.max_distance, owners.usable)
+            answer = assemble(
+                windows, owners, block_size=unit, tokens=tokens, limit_per_block=query.limit_per_block
+            )
+        self._counts["queries"] += 1
+        self._counts["asked_tokens"] += tokens
+        self._counts["reusable_tokens"] += unit * len(answer.blocks)
+        return FuzzyResult(unit, tokens, answer, self._first_hash(query, unit))
+
+    def check(self) -> None:
+        """Raises SwitchedOff."""
+        if self._contents is None:
+            raise SwitchedOff("fuzzy matches are switched off here", setting="fuzzy")
+
+    def gauges(self) -> Mapping[str, int]:
+        """What is stored; {} where it is switched off."""
+        if self._contents is None:
+            return {}
+        return dataclasses.asdict(self._contents.stats())
+
+    def counters(self) -> Mapping[str, int]:
+        """Since the start."""
+        dropped = 0 if self._contents is None else self._contents.stats().matches_dropped
+        return {**self._counts, "candidates_dropped": dropped}
+
+    def _holders(self, context: int, prefix_hashes: Collection[int]) -> Mapping[int, Sequence[Owner]]:
+        now = self._now()
+        return {
+            prefix_hash: self._owners(self._index.holders(context, prefix_hash, now))
+            for prefix_hash in prefix_hashes
+        }
+
+    def _owners(self, holders: list[tuple[int, int, int]]) -> Sequence[Owner]:
+        found = {index_id: self._registry.by_index_id(index_id) for index_id, _tier, _group in holders}
+        return [Owner(source.pod, source.dp_rank) for source in found.values() if source is not None]
+
+    def _first_hash(self, query: FuzzyQuery, unit: int) -> int | None:
+        first = query.token_ids[: 4 * unit]
+        packed = self._index.prefix_hashes(query.model, query.lora, unit, first, None)
+        return struct.unpack("<Q", packed)[0] if packed else None

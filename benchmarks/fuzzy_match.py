@@ -1,0 +1,290 @@
+"""Fuzzy match: what it costs, and how much of edited documents it finds.
+
+    python -m benchmarks.fuzzy_match [--blocks 1000000] [--rounds 7]
+
+Every answer is checked before its time is printed: searches against a linear scan over the same SimHashes (its time
+stands beside), coverage against a plain table of all contents. Times are the best and the median of all rounds, in
+one process. The first line says on what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import struct
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence, Set
+
+from app import _native
+from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits, Window
+from benchmarks.edited_documents import Edits, documents, edit
+from benchmarks.measure import print_machine, resident_bytes
+
+BLOCK = 16
+DISTANCE = 8
+CONTEXT = 1
+BATCH_BLOCKS = 64
+
+
+def everything(prefix_hashes: Set[int]) -> Set[int]:
+    return prefix_hashes
+
+
+def rounds_ms(rounds: int, call: Callable[[], object]) -> tuple[float, float]:
+    """Best and median."""
+    times = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - begin) * 1e3)
+    return min(times), statistics.median(times)
+
+
+def random_tokens(count: int, chance: random.Random) -> array[int]:
+    return array("I", chance.choices(range(32_000), k=count))
+
+
+def near_offsets(rows: bytes) -> set[tuple[int, int]]:
+    """(offset, distance) of every row of the index."""
+    return {(offset, distance) for offset, distance, _, _ in struct.iter_unpack("<IHHQ", rows)}
+
+
+# -- cost
+
+
+def measure_cost(blocks: int, rounds: int) -> None:
+    chance = random.Random(1)
+    tokens = random_tokens(blocks * BLOCK, chance)
+    packed = tokens.tobytes()
+    hashes = array("Q", (chance.getrandbits(64) | 1 for _ in range(blocks))).tobytes()
+    before = resident_bytes()
+    index = FuzzyIndex(FuzzyLimits())
+    index.add_context(CONTEXT, BLOCK)
+    calls = store_all(index, hashes, packed)
+    stats = index.stats()
+    assert (stats.blocks, stats.crowded) == (blocks, 0)
+    print(f"store        {sum(calls) / blocks * 1e9:7.0f} ns a block, batches of {BATCH_BLOCKS}, from empty")
+    print(
+        f"             {sorted(calls)[-3] * 1e3:7.2f} ms, the third longest call (the system takes the others)"
+    )
+    print(
+        f"memory       {stats.bytes / blocks:7.1f} bytes a block held, "
+        f"{(resident_bytes() - before) / blocks:.1f} more resident"
+    )
+    more = blocks // 10
+    more_hashes = array("Q", (chance.getrandbits(64) | 1 for _ in range(more))).tobytes()
+    calls = store_all(index, more_hashes, random_tokens(more * BLOCK, chance).tobytes())
+    print(f"store        {sum(calls) / more * 1e9:7.0f} ns a block, a tenth more")
+    index.remove(CONTEXT, more_hashes)
+    simhashes = b"".join(
+        struct.pack("<Q", _native.simhash(packed[i : i + 4 * BLOCK]))
+        for i in range(0, len(packed), 4 * BLOCK)
+    )
+    for name, prompt in prompts(tokens, chance):
+        measure_queries(index, name, prompt.tobytes(), simhashes, rounds)
+    measure_removal(index, hashes)
+
+
+def store_all(index: FuzzyIndex, hashes: bytes, packed: bytes) -> list[float]:
+    """Seconds of each call."""
+    calls = []
+    for begin in range(0, len(hashes) // 8, BATCH_BLOCKS):
+        end = begin + BATCH_BLOCKS
+        batch, batch_tokens = hashes[8 * begin : 8 * end], packed[4 * BLOCK * begin : 4 * BLOCK * end]
+        start = time.perf_counter()
+        index.store(CONTEXT, batch, batch_tokens)
+        calls.append(time.perf_counter() - start)
+    return calls
+
+
+def prompts(tokens: array[int], chance: random.Random) -> Iterator[tuple[str, array[int]]]:
+    """Nothing stored; blocks stored, one token in 25 changed."""
+    yield "of other blocks", random_tokens(4_096, chance)
+    edited = tokens[BLOCK * 1_000 : BLOCK * 1_000 + 4_096]
+    for place in range(0, len(edited), 25):
+        edited[place] = chance.randrange(32_000)
+    yield "of edited blocks", edited
+
+
+def measure_queries(index: FuzzyIndex, name: str, prompt: bytes, simhashes: bytes, rounds: int) -> None:
+    sliding = array("Q", _native.sliding_simhashes(prompt, BLOCK))
+    for mode, step in (("grid", BLOCK), ("sliding", 1)):
+        offsets = array("I", range(0, len(sliding), step))
+        asked = array("Q", (sliding[offset] for offset in offsets))
+        scan_begin = time.perf_counter()
+        hits = _native.linear_scan(simhashes, asked.tobytes(), DISTANCE)
+        scan_ms = (time.perf_counter() - scan_begin) * 1e3
+        stored = memoryview(simhashes).cast("Q")
+        expected = {
+            (offsets[query], (asked[query] ^ stored[place]).bit_count())
+            for query, place in struct.iter_unpack("<II", hits)
+        }
+        # Also what was removed and is not swept yet is in the tables: none of it may show.
+        rows = index._core.near(CONTEXT, prompt, offsets.tobytes(), DISTANCE, 256)
+        assert near_offsets(rows) == expected, "the index finds what the scan finds"
+        ask = index.grid if mode == "grid" else index.sliding
+        best, median = rounds_ms(rounds, lambda ask=ask: ask(CONTEXT, prompt, DISTANCE, everything))  # type: ignore[misc]
+        print(
+            f"{mode:8} {name}: {len(offsets)} windows, {best:.2f} ms best, {median:.2f} median; "
+            f"linear scan {scan_ms:.0f} ms, {scan_ms / best:.0f} times as long; {len(expected)} near"
+        )
+
+
+def measure_removal(index: FuzzyIndex, hashes: bytes) -> None:
+    blocks = len(hashes) // 8 // 4 // BATCH_BLOCKS * BATCH_BLOCKS
+    begin = time.perf_counter()
+    for i in range(0, blocks, BATCH_BLOCKS):
+        index.remove(CONTEXT, hashes[8 * i : 8 * (i + BATCH_BLOCKS)])
+    removed_s = time.perf_counter() - begin
+    assert len(index.prefix_hashes(CONTEXT)) == len(hashes) // 8 - blocks
+    print(f"remove       {removed_s / blocks * 1e9:7.0f} ns a block, a quarter of all, sweep included")
+
+
+# -- distances
+
+
+def measure_distances(count: int = 20_000) -> None:
+    chance = random.Random(2)
+    print(
+        f"distance between a block of {BLOCK} random tokens and itself with k tokens changed, {count} each:"
+    )
+    for changed in range(1, 5):
+        distances = []
+        for _ in range(count):
+            tokens = random_tokens(BLOCK, chance)
+            other = array("I", tokens)
+            for place in chance.sample(range(BLOCK), changed):
+                other[place] = 32_000 + chance.randrange(32_000)
+            difference = _native.simhash(tokens.tobytes()) ^ _native.simhash(other.tobytes())
+            distances.append(difference.bit_count())
+        deciles = statistics.quantiles(distances, n=10)
+        within = sum(distance <= DISTANCE for distance in distances) / count
+        print(
+            f"  k={changed}: mean {statistics.mean(distances):5.2f}, p10 {deciles[0]:.0f}, p50 {deciles[4]:.0f}, "
+            f"p90 {deciles[8]:.0f}, within {DISTANCE}: {within:6.1%}"
+        )
+
+
+# -- edited documents
+
+
+def measure_documents() -> None:
+    chance = random.Random(3)
+    originals = documents()
+    index = FuzzyIndex(FuzzyLimits())
+    index.add_context(CONTEXT, BLOCK)
+    contents: dict[bytes, int] = {}
+    blocks = 0
+    for document in originals:
+        packed = array("I", document[: len(document) // BLOCK * BLOCK]).tobytes()
+        hashes = _native.prefix_hashes(0, BLOCK, packed, None)
+        index.store(CONTEXT, hashes, packed)
+        for i in range(0, len(packed), 4 * BLOCK):
+            content = packed[i : i + 4 * BLOCK]
+            contents.setdefault(content, _native.simhash(content))
+            blocks += 1
+    stats = index.stats()
+    print(
+        f"edited documents: {len(originals)} documents, {blocks} blocks, {len(contents)} contents, "
+        f"{stats.crowded} crowded, {stats.bytes / blocks:.0f} bytes a block"
+    )
+    print("  share of tokens     prefix  grid exact  sliding exact    near    all | true exact   near    all")
+    for label, edits in (
+        ("light edits", Edits(0.02, 0.02, 0.02, 0.002)),
+        ("middling edits", Edits()),
+        ("heavy edits", Edits(0.15, 0.15, 0.15, 0.02)),
+    ):
+        print_shares(
+            label, [edit(document, originals, edits, chance) for document in originals], index, contents
+        )
+
+
+def print_shares(
+    label: str, prompts: Sequence[Sequence[int]], index: FuzzyIndex, contents: dict[bytes, int]
+) -> None:
+    stored = index.prefix_hashes(CONTEXT)
+    held = set(stored)
+    sums = dict.fromkeys(("prefix", "grid", "exact", "near", "true exact", "true near"), 0)
+    tokens = 0
+    for prompt in prompts:
+        packed = array("I", prompt).tobytes()
+        tokens += len(prompt)
+        prefixes = array(
+            "Q", _native.prefix_hashes(0, BLOCK, packed[: len(prompt) // BLOCK * 4 * BLOCK], None)
+        )
+        depth = next((i for i, prefix in enumerate(prefixes) if prefix not in held), len(prefixes))
+        grid = index.grid(CONTEXT, packed, DISTANCE, everything)
+        sliding = index.sliding(CONTEXT, packed, DISTANCE, everything)
+        check_exact(sliding, packed, contents)
+        exact, near = true_cover(packed, sliding, contents)
+        found = {
+            "prefix": depth,
+            "grid": sum(window.exact for window in grid),
+            "exact": sum(window.exact for window in sliding),
+            "near": sum(not window.exact for window in sliding),
+            "true exact": exact,
+            "true near": near,
+        }
+        assert (found["exact"], found["near"]) == (exact, near), (label, found)
+        for name, count in found.items():
+            sums[name] += count * BLOCK
+    share = {name: count / tokens for name, count in sums.items()}
+    print(
+        f"  {label:18} {share['prefix']:7.1%} {share['grid']:11.1%} {share['exact']:14.1%} {share['near']:7.1%} "
+        f"{share['exact'] + share['near']:6.1%} | {share['true exact']:10.1%} {share['true near']:6.1%} "
+        f"{share['true exact'] + share['true near']:6.1%}"
+    )
+
+
+def check_exact(windows: Sequence[Window], packed: bytes, contents: dict[bytes, int]) -> None:
+    for window in windows:
+        if window.exact:
+            begin = 4 * window.token_offset
+            assert packed[begin : begin + 4 * BLOCK] in contents, "no reported exact reuse is wrong"
+
+
+def true_cover(packed: bytes, sliding: Sequence[Window], contents: dict[bytes, int]) -> tuple[int, int]:
+    """How many exact windows fit without overlap; and how many near ones beside the exact ones chosen."""
+    windows = len(packed) // 4 - BLOCK + 1
+    exact = [i for i in range(windows) if packed[4 * i : 4 * (i + BLOCK)] in contents]
+    taken = [window.token_offset for window in sliding if window.exact]
+    occupied = bytearray(windows + 2 * BLOCK)
+    for offset in taken:
+        occupied[max(0, offset - BLOCK + 1) : offset + BLOCK] = b"\1" * (
+            offset + BLOCK - max(0, offset - BLOCK + 1)
+        )
+    free = [i for i in range(windows) if not occupied[i]]
+    simhashes = array("Q", _native.sliding_simhashes(packed, BLOCK))
+    asked = array("Q", (simhashes[i] for i in free))
+    hits = _native.linear_scan(array("Q", contents.values()).tobytes(), asked.tobytes(), DISTANCE)
+    near = sorted({free[query] for query, _ in struct.iter_unpack("<II", hits)})
+    return most_without_overlap(exact), most_without_overlap(near)
+
+
+def most_without_overlap(offsets: Sequence[int]) -> int:
+    count, free = 0, 0
+    for offset in offsets:
+        if offset >= free:
+            count, free = count + 1, offset + BLOCK
+    return count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    print_machine()
+    print(f"load {os.getloadavg()[0]:.1f}; {arguments.blocks} blocks of {BLOCK} tokens, distance {DISTANCE}")
+    measure_cost(arguments.blocks, arguments.rounds)
+    measure_distances()
+    measure_documents()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+// What tells the fuzzy index of the blocks that the prefix index begins and ceases to hold.
+//
+// Only plain blocks are told: blocks whose tokens came with them, and on whose whole chain no block has extra
+// keys (a salt, an image). An entry that is told carries a bit for it, and with that bit goes what its
+// children may be: a descendant of a salted root has no extra keys of its own.
+//
+// Neighbours are handed over together, because the fuzzy index is fast only with many blocks at once; but a
+// birth and a death never change places, so that what lies in the fuzzy index after `flush` is what the
+// prefix index holds. Every call of the prefix index ends with one. Cost: a copy of the tokens of a new
+// block.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "fuzzy_index.hpp"
+
+namespace kvindexer {
+
+class ContentFeed {
+ public:
+  explicit ContentFeed(FuzzyIndex* index) : index_(index) {}
+
+  bool takes(uint32_t context) const { return index_ != nullptr && index_->has_context(context); }
+
+  // `takes` the context; `tokens` are those of the block.
+  void born(uint32_t context, uint64_t prefix, const uint8_t* tokens, size_t bytes) {
+    if (!died_.empty() || context != context_ || born_.size() == kBlocksMax) flush();
+    context_ = context;
+    born_.push_back(prefix);
+    tokens_.insert(tokens_.end(), tokens, tokens + bytes);
+  }
+  void died(uint32_t context, uint64_t prefix) {
+    if (!born_.empty() || context != context_ || died_.size() == kBlocksMax) flush();
+    context_ = context;
+    died_.push_back(prefix);
+  }
+  void flush() {
+    if (!born_.empty()) index_->insert(context_, born_, tokens_.data());
+    if (!died_.empty()) index_->remove(context_, died_);
+    born_.clear();
+    tokens_.clear();
+    died_.clear();
+  }
+
+ private:
+  static constexpr size_t kBlocksMax = 4096;
+
+  FuzzyIndex* index_;  // null: nothing is told
+  uint32_t context_ = 0;
+  std::vector<uint64_t> born_, died_;  // one of them is empty
+  std::vector<uint8_t> tokens_;
+};
+
+}  // namespace kvindexer

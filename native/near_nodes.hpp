@@ -1,0 +1,266 @@
+// What a NearTable is made of, in whole cache lines, and the two scans over it that a search spends its time
+// in.
+//
+// A scan is given many buckets at once, each with the queries that ask there. It exists three times: with
+// AVX-512 VPOPCNTDQ (Ice Lake, Zen 4 and later), where a cache line is compared in four instructions, with
+// POPCNT, and in portable C++. The choice is made when an index is made.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "node_pool.hpp"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define KVINDEXER_NEAR_X86 1
+#endif
+
+namespace kvindexer {
+
+struct Record {
+  uint64_t simhash;
+  uint64_t content;  // XXH64 of the token bytes
+  uint64_t prefix;
+};
+
+// Eight records, field by field: a search reads the first line only.
+struct alignas(64) RecordNode {
+  uint64_t simhash[8];
+  uint64_t content[8];
+  uint64_t prefix[8];
+};
+
+// What tables B and C keep of the records of one bucket (see NearTable), 0 where there is nothing, and the
+// node behind.
+struct alignas(64) WordNode {
+  static constexpr uint32_t kWords = 15;
+  uint32_t words[kWords];
+  uint32_t next;
+};
+
+// The records of a bucket of table A lie in slots 0..size-1, eight a node; the node of slot / 8 is named here
+// or, from the seventh on, in a chain of WordNodes that starts at `more`.
+struct alignas(32) Bucket {
+  static constexpr uint32_t kInline = 6;
+  uint32_t nodes[kInline];
+  uint32_t more;
+  uint32_t size;
+};
+
+using RecordPool = NodePool<RecordNode>;
+using WordPool = NodePool<WordNode>;
+
+inline uint32_t node_number(const Bucket& bucket, uint32_t index, const WordPool& words) {
+  if (index < Bucket::kInline) return bucket.nodes[index];
+  index -= Bucket::kInline;
+  const WordNode* node = &words.at(bucket.more);
+  for (; index >= WordNode::kWords; index -= WordNode::kWords) node = &words.at(node->next);
+  return node->words[index];
+}
+
+// A query at a bucket: its number, and how far a word there may be from its own for the sum to be near.
+struct Ask {
+  uint32_t query;
+  uint32_t distance_max;
+};
+
+// The queries that ask at a bucket are asks[begin] up to the next visit's begin. A list of visits ends with
+// kScanAhead that only mark the end and are there to be looked ahead at.
+struct Visit {
+  uint32_t bucket;
+  uint32_t begin;
+};
+
+// What a scan lets through. From table A: the slot of a record in `bucket` that is near. From B and C: a word
+// whose bits are near, which names a bucket of A.
+struct Candidate {
+  uint32_t query;
+  uint32_t bucket;
+  uint32_t word_or_slot;
+};
+
+struct Asked {
+  std::span<const Visit> visits;
+  std::span<const Ask> asks;
+  const uint64_t* queries;  // SimHashes
+  unsigned distance_max;
+};
+
+struct WordScan {
+  Asked asked;
+  const WordNode* heads;
+  const WordPool& pool;
+  const uint32_t* words;  // by query: the word that a record with its SimHash would have
+};
+
+struct RecordScan {
+  Asked asked;
+  const Bucket* buckets;
+  const RecordPool& records;
+  const WordPool& pool;
+};
+
+inline constexpr size_t kScanAhead = 12;
+
+// Forced inline: GCC 12 drops calls of functions that only prefetch. Each step reads what an earlier one
+// fetched.
+[[gnu::always_inline]] inline void prefetch_ahead(const WordScan& scan, const Visit* visit) {
+  __builtin_prefetch(scan.heads + visit[kScanAhead].bucket);
+  uint32_t number = scan.heads[visit[9].bucket].next;
+  __builtin_prefetch(&scan.pool.at(number));
+  number = scan.pool.at(scan.heads[visit[6].bucket].next).next;
+  __builtin_prefetch(&scan.pool.at(number));
+  number = scan.pool.at(scan.pool.at(scan.heads[visit[3].bucket].next).next).next;
+  __builtin_prefetch(&scan.pool.at(number));
+}
+
+[[gnu::always_inline]] inline void prefetch_ahead(const RecordScan& scan, const Visit* visit) {
+  __builtin_prefetch(scan.buckets + visit[kScanAhead].bucket);
+  const Bucket& bucket = scan.buckets[visit[kScanAhead / 2].bucket];
+  for (uint32_t j = 0; j < Bucket::kInline && j * 8 < bucket.size; ++j)
+    __builtin_prefetch(scan.records.at(bucket.nodes[j]).simhash);
+}
+
+[[gnu::always_inline]] inline void scan_words(const WordScan& scan, std::vector<Candidate>& out) {
+  for (size_t i = 0; i + kScanAhead < scan.asked.visits.size(); ++i) {
+    prefetch_ahead(scan, &scan.asked.visits[i]);
+    const Visit& visit = scan.asked.visits[i];
+    const WordNode* node = scan.heads + visit.bucket;
+    while (true) {
+      for (uint32_t j = visit.begin; j < scan.asked.visits[i + 1].begin; ++j) {
+        const Ask ask = scan.asked.asks[j];
+        const int limit = static_cast<int>(ask.distance_max);
+        for (const uint32_t word : node->words)
+          if (__builtin_popcount(word ^ scan.words[ask.query]) <= limit && word != 0)
+            out.push_back({ask.query, visit.bucket, word});
+      }
+      if (node->next == 0) break;
+      node = &scan.pool.at(node->next);
+    }
+  }
+}
+
+[[gnu::always_inline]] inline void scan_records(const RecordScan& scan, std::vector<Candidate>& out) {
+  for (size_t i = 0; i + kScanAhead < scan.asked.visits.size(); ++i) {
+    prefetch_ahead(scan, &scan.asked.visits[i]);
+    const Visit& visit = scan.asked.visits[i];
+    const Bucket& bucket = scan.buckets[visit.bucket];
+    for (uint32_t first = 0; first < bucket.size; first += 8) {
+      const RecordNode& node = scan.records.at(node_number(bucket, first / 8, scan.pool));
+      const uint32_t lanes = std::min<uint32_t>(8, bucket.size - first);
+      for (uint32_t j = visit.begin; j < scan.asked.visits[i + 1].begin; ++j)
+        for (uint32_t lane = 0; lane < lanes; ++lane)
+          if (static_cast<unsigned>(
+                  __builtin_popcountll(node.simhash[lane] ^ scan.asked.queries[scan.asked.asks[j].query])) <=
+              scan.asked.distance_max)
+            out.push_back({scan.asked.asks[j].query, visit.bucket, first + lane});
+    }
+  }
+}
+
+inline void scan_words_portable(const WordScan& scan, std::vector<Candidate>& out) { scan_words(scan, out); }
+inline void scan_records_portable(const RecordScan& scan, std::vector<Candidate>& out) {
+  scan_records(scan, out);
+}
+
+#ifdef KVINDEXER_NEAR_X86
+
+#define KVINDEXER_TARGET_POPCNT [[gnu::target("popcnt")]]
+#define KVINDEXER_TARGET_AVX512 [[gnu::target("avx512f,avx512vpopcntdq")]]
+
+KVINDEXER_TARGET_POPCNT inline void scan_words_popcnt(const WordScan& scan, std::vector<Candidate>& out) {
+  scan_words(scan, out);
+}
+KVINDEXER_TARGET_POPCNT inline void scan_records_popcnt(const RecordScan& scan, std::vector<Candidate>& out) {
+  scan_records(scan, out);
+}
+
+// Out of line, so that the scans keep their registers: a hit is rare.
+[[gnu::noinline]] inline void add_words(std::vector<Candidate>& out, uint32_t query, uint32_t bucket,
+                                        const uint32_t* words, uint32_t lanes) {
+  for (; lanes != 0; lanes &= lanes - 1) out.push_back({query, bucket, words[std::countr_zero(lanes)]});
+}
+[[gnu::noinline]] inline void add_records(std::vector<Candidate>& out, uint32_t query, uint32_t bucket,
+                                          uint32_t first, uint32_t lanes) {
+  for (; lanes != 0; lanes &= lanes - 1)
+    out.push_back({query, bucket, first + static_cast<uint32_t>(std::countr_zero(lanes))});
+}
+
+KVINDEXER_TARGET_AVX512 inline void scan_words_avx512(const WordScan& scan, std::vector<Candidate>& out) {
+  const Visit* const last = scan.asked.visits.data() + scan.asked.visits.size() - kScanAhead;
+  const Ask* const asks = scan.asked.asks.data();
+  const uint32_t* const patterns = scan.words;
+  for (const Visit* visit = scan.asked.visits.data(); visit < last; ++visit) {
+    prefetch_ahead(scan, visit);
+    const Ask* const end = asks + visit[1].begin;
+    const WordNode* node = scan.heads + visit->bucket;
+    while (true) {
+      const __m512i words = _mm512_load_si512(node);
+      const __mmask16 used = static_cast<__mmask16>(_mm512_test_epi32_mask(words, words) & 0x7FFF);
+      for (const Ask* ask = asks + visit->begin; ask < end; ++ask) {
+        const __m512i pattern = _mm512_set1_epi32(static_cast<int>(patterns[ask->query]));
+        const __m512i limit = _mm512_set1_epi32(static_cast<int>(ask->distance_max));
+        const __mmask16 near =
+            _mm512_mask_cmple_epu32_mask(used, _mm512_popcnt_epi32(_mm512_xor_si512(words, pattern)), limit);
+        if (__builtin_expect(near != 0, 0)) add_words(out, ask->query, visit->bucket, node->words, near);
+      }
+      if (node->next == 0) break;
+      node = &scan.pool.at(node->next);
+    }
+  }
+}
+
+KVINDEXER_TARGET_AVX512 inline void scan_records_avx512(const RecordScan& scan, std::vector<Candidate>& out) {
+  const Visit* const last = scan.asked.visits.data() + scan.asked.visits.size() - kScanAhead;
+  const Ask* const asks = scan.asked.asks.data();
+  const uint64_t* const queries = scan.asked.queries;
+  const __m512i limit = _mm512_set1_epi64(scan.asked.distance_max);
+  for (const Visit* visit = scan.asked.visits.data(); visit < last; ++visit) {
+    prefetch_ahead(scan, visit);
+    const Ask* const end = asks + visit[1].begin;
+    const Bucket& bucket = scan.buckets[visit->bucket];
+    for (uint32_t first = 0; first < bucket.size; first += 8) {
+      const RecordNode& node = scan.records.at(node_number(bucket, first / 8, scan.pool));
+      const __m512i simhashes = _mm512_load_si512(node.simhash);
+      const __mmask8 used =
+          static_cast<__mmask8>(bucket.size - first >= 8 ? 0xFF : (1u << (bucket.size - first)) - 1);
+      for (const Ask* ask = asks + visit->begin; ask < end; ++ask) {
+        const __m512i pattern = _mm512_set1_epi64(static_cast<long long>(queries[ask->query]));
+        const __mmask8 near = _mm512_mask_cmple_epu64_mask(
+            used, _mm512_popcnt_epi64(_mm512_xor_si512(simhashes, pattern)), limit);
+        if (__builtin_expect(near != 0, 0)) add_records(out, ask->query, visit->bucket, first, near);
+      }
+    }
+  }
+}
+
+#endif
+
+struct NearScans {
+  void (*words)(const WordScan&, std::vector<Candidate>&);
+  void (*records)(const RecordScan&, std::vector<Candidate>&);
+};
+
+// All that this machine runs, the fastest first.
+inline std::span<const NearScans> native_scans() {
+  static constexpr NearScans kScans[] = {
+#ifdef KVINDEXER_NEAR_X86
+      {scan_words_avx512, scan_records_avx512},
+      {scan_words_popcnt, scan_records_popcnt},
+#endif
+      {scan_words_portable, scan_records_portable},
+  };
+  size_t first = 0;
+#ifdef KVINDEXER_NEAR_X86
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512vpopcntdq")) first = 1;
+  if (first == 1 && !__builtin_cpu_supports("popcnt")) first = 2;
+#endif
+  return std::span<const NearScans>(kScans).subspan(first);
+}
+
+}  // namespace kvindexer

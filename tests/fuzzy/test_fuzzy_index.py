@@ -1,0 +1,358 @@
+"""The fuzzy index against looking at everything: recall 1, no wrong exact match, whatever came and went."""
+
+import itertools
+import random
+from array import array
+from collections.abc import Set
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from app.errors import InvalidInput
+from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits, Window
+from tests.fuzzy.reference import ReferenceIndex
+
+CONTEXT = 7
+BLOCK = 16
+
+
+def everything(prefix_hashes: Set[int]) -> Set[int]:
+    return prefix_hashes
+
+
+class Pair:
+    """The index and the reference, kept alike."""
+
+    def __init__(
+        self, block_size: int = BLOCK, shingle: int = 1, matches_max: int = 100_000, scans: int = 0
+    ) -> None:
+        limits = FuzzyLimits(shingle=shingle, matches_per_window_max=matches_max, scans=scans)
+        self.index = FuzzyIndex(limits)
+        assert self.index.add_context(CONTEXT, block_size)
+        self.reference = ReferenceIndex(block_size, shingle)
+
+    def store(self, blocks: dict[int, tuple[int, ...]]) -> None:
+        new = blocks.keys() - self.reference.blocks.keys()
+        tokens = array("I", itertools.chain.from_iterable(blocks.values()))
+        added = self.index.store(CONTEXT, array("Q", blocks).tobytes(), tokens.tobytes())
+        assert added == len(new), "a block that was there already is not new"
+        self.reference.blocks.update(blocks)
+
+    def remove(self, prefix_hashes: list[int]) -> None:
+        self.index.remove(CONTEXT, array("Q", prefix_hashes).tobytes())
+        for prefix_hash in prefix_hashes:
+            self.reference.blocks.pop(prefix_hash, None)
+
+    def check_contents(self) -> None:
+        stored = self.index.prefix_hashes(CONTEXT)
+        assert sorted(stored) == sorted(self.reference.blocks), "every block once, and no other"
+
+    def check_grid(self, tokens: list[int], max_distance: int) -> None:
+        found = self.index.grid(CONTEXT, array("I", tokens).tobytes(), max_distance, everything)
+        assert _sorted(found) == self.reference.grid(tokens, max_distance, self.reference.blocks.keys())
+
+
+def _sorted(windows: list[Window]) -> list[Window]:
+    """Blocks with one content lie at one distance, in no order: here by prefix hash."""
+    key = {True: 0, False: 1}
+    return [
+        Window(
+            window.token_offset,
+            tuple(sorted(window.matches, key=lambda m: (key[m.exact], m.distance, m.prefix_hash))),
+        )
+        for window in windows
+    ]
+
+
+def edited(tokens: tuple[int, ...], changes: int, chance: random.Random) -> tuple[int, ...]:
+    result = list(tokens)
+    for place in chance.sample(range(len(tokens)), changes):
+        result[place] = chance.randrange(32_000)
+    return tuple(result)
+
+
+def random_hashes(count: int, chance: random.Random) -> list[int]:
+    hashes = {chance.randrange(1, 2**64) for _ in range(count)}
+    assert len(hashes) == count
+    return list(hashes)
+
+
+def random_block(chance: random.Random, vocabulary: int = 32_000) -> tuple[int, ...]:
+    return tuple(chance.randrange(vocabulary) for _ in range(BLOCK))
+
+
+@pytest.mark.parametrize("max_distance", range(9))
+def test_finds_everything_within_the_distance_among_edited_blocks(max_distance: int) -> None:
+    chance = random.Random(max_distance)
+    pair = Pair()
+    originals = [random_block(chance) for _ in range(150)]
+    blocks = [edited(block, chance.randrange(4), chance) for block in originals for _ in range(20)]
+    blocks += [random_block(chance) for _ in range(1_500)]  # grows the tables twice
+    prefix_hashes = random_hashes(len(blocks), chance)
+    pair.store(dict(zip(prefix_hashes, blocks, strict=True)))
+    query = [edited(block, chance.randrange(4), chance) for block in originals[:40]]
+    pair.check_grid(list(itertools.chain.from_iterable(query)), max_distance)
+    pair.check_grid(list(originals[0]), max_distance)
+
+
+@pytest.mark.parametrize("scans", [0, 1, 2])
+@pytest.mark.parametrize("queries", [1, 63, 64, 200])
+def test_few_and_many_windows_are_answered_alike_by_every_scan(queries: int, scans: int) -> None:
+    chance = random.Random(queries)
+    pair = Pair(scans=scans)
+    blocks = [random_block(chance, vocabulary=6) for _ in range(2_000)]  # many within distance 8
+    pair.store(dict(zip(random_hashes(len(blocks), chance), blocks, strict=True)))
+    query = [random_block(chance, vocabulary=6) for _ in range(queries)]
+    pair.check_grid(list(itertools.chain.from_iterable(query)), 8)
+
+
+def test_permutations_share_a_simhash_and_are_told_apart_by_content() -> None:
+    chance = random.Random(1)
+    pair = Pair()
+    blocks = {prefix_hash: tuple(chance.sample(range(BLOCK), BLOCK)) for prefix_hash in range(1, 900)}
+    pair.store(blocks)
+    pair.check_grid(list(blocks[17]), 0)
+    [window] = pair.index.grid(CONTEXT, array("I", blocks[17]).tobytes(), 0, everything)
+    assert [match.prefix_hash for match in window.matches if match.exact] == [17]
+    assert len(window.matches) == 899
+    pair.remove(list(range(1, 890)))
+    pair.check_contents()
+    pair.check_grid(list(blocks[895]), 8)
+
+
+def test_a_crowd_beyond_the_bound_is_counted_and_still_found_exactly() -> None:
+    chance = random.Random(2)
+    pair = Pair(matches_max=5_000)
+    blocks = {prefix_hash: tuple(chance.sample(range(BLOCK), BLOCK)) for prefix_hash in range(1, 1_501)}
+    pair.store(blocks)
+    pair.check_contents()
+    assert pair.index.stats().crowded == 1_500 - 1_024
+    for prefix_hash, block in blocks.items():
+        tokens = array("I", block).tobytes()
+        [window] = pair.index.grid(CONTEXT, tokens, 8, everything)
+        assert window.matches[0].exact
+        assert window.matches[0].prefix_hash == prefix_hash
+        [window] = pair.index.sliding(CONTEXT, tokens, 8, everything)
+        assert window.matches[0].prefix_hash == prefix_hash
+    pair.store(blocks)  # again: nothing is new
+    pair.remove(list(blocks))
+    assert not pair.index.prefix_hashes(CONTEXT)
+    assert pair.index.stats().crowded == 0
+
+
+def test_one_content_behind_many_prefixes_is_found_once_for_each() -> None:
+    pair = Pair(matches_max=64)
+    block = tuple(range(100, 100 + BLOCK))
+    pair.store(dict.fromkeys(range(1, 5001), block))
+    stats = pair.index.stats()
+    assert (stats.blocks, stats.same_content) == (5_000, 4_999)
+    [window] = pair.index.grid(CONTEXT, array("I", block).tobytes(), 8, everything)
+    assert len({match.prefix_hash for match in window.matches}) == 64
+    assert all(match.exact for match in window.matches)
+    assert pair.index.stats().matches_dropped >= 1
+    pair.remove([prefix_hash for prefix_hash in range(1, 5_001) if prefix_hash != 2_500])
+    pair.check_contents()
+    [window] = pair.index.grid(CONTEXT, array("I", block).tobytes(), 8, everything)
+    assert [match.prefix_hash for match in window.matches] == [2_500]
+
+
+def test_bounded_matches_are_the_best_ones() -> None:
+    chance = random.Random(3)
+    pair = Pair(matches_max=10)
+    block = random_block(chance)
+    blocks = {p: edited(block, chance.randrange(3), chance) for p in range(1, 2_001)}
+    pair.store(blocks)
+    [window] = pair.index.grid(CONTEXT, array("I", block).tobytes(), 8, everything)
+    expected = pair.reference.matches(block, 8, pair.reference.blocks.keys())
+    assert [m.distance for m in window.matches] == [m.distance for m in expected[:10]]
+    assert pair.index.stats().matches_dropped > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_histories_of_stores_and_removals_leave_what_they_should(seed: int) -> None:
+    """Through several growths, with few contents behind many prefixes, and prefixes that come back."""
+    chance = random.Random(seed)
+    pair = Pair()
+    contents = [random_block(chance) for _ in range(3_000)]
+    block_of = {p: chance.choice(contents) for p in random_hashes(12_000, chance)}
+    prefix_hashes = list(block_of)
+    for step in range(60):
+        if chance.random() < 0.6:
+            chosen = chance.sample(prefix_hashes, chance.choice([1, 16, 31, 32, 33, 900]))
+            pair.store({p: block_of[p] for p in chosen})
+        elif step % 20 == 19:
+            pair.remove(list(pair.reference.blocks))
+        else:
+            chosen = chance.sample(prefix_hashes, chance.choice([1, 16, 900, 4_000]))
+            pair.remove(chosen)
+        if step % 6 == 0:
+            pair.check_contents()
+            pair.check_grid(list(itertools.chain.from_iterable(contents[:5])), 8)
+    pair.check_contents()
+    stats = pair.index.stats()
+    assert stats.unswept <= stats.blocks + 12_000
+
+
+def test_removals_are_swept_and_their_memory_is_used_again() -> None:
+    chance = random.Random(5)
+    pair = Pair()
+    sizes = []
+    for generation in range(8):
+        blocks = {generation * 5_000 + i + 1: random_block(chance) for i in range(5_000)}
+        pair.store(blocks)
+        pair.remove(list(blocks))
+        stats = pair.index.stats()
+        assert stats.unswept <= 1_500, "the sweep keeps pace with removals"
+        sizes.append(stats.bytes)
+    assert sizes[-1] <= sizes[2] * 1.2
+
+
+class Histories(RuleBasedStateMachine):
+    """Short histories over few prefixes and fewer contents, where everything meets everything."""
+
+    contents = [tuple(range(i, i + 4)) for i in range(5)] + [(3, 2, 1, 0), (0, 0, 0, 0), (0, 0, 0, 1)]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Pair(block_size=4)
+
+    @staticmethod
+    def content_of(prefix_hash: int) -> tuple[int, ...]:
+        return Histories.contents[prefix_hash % len(Histories.contents)]
+
+    @rule(prefix_hashes=st.lists(st.integers(1, 40), unique=True, max_size=40))
+    def store(self, prefix_hashes: list[int]) -> None:
+        self.pair.store({p: self.content_of(p) for p in prefix_hashes})
+
+    @rule(prefix_hashes=st.lists(st.integers(1, 45), unique=True, max_size=45))
+    def remove(self, prefix_hashes: list[int]) -> None:
+        self.pair.remove(prefix_hashes)
+
+    @rule(content=st.sampled_from(contents), max_distance=st.integers(0, 8))
+    def ask(self, content: tuple[int, ...], max_distance: int) -> None:
+        self.pair.check_grid(list(content), max_distance)
+
+    @invariant()
+    def holds_what_it_should(self) -> None:
+        self.pair.check_contents()
+
+
+Histories.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestHistories = Histories.TestCase
+
+
+@pytest.mark.parametrize("shingle", [1, 2, 3])
+@pytest.mark.parametrize("block_size", [3, 16, 33])
+def test_sliding_finds_moved_blocks(shingle: int, block_size: int) -> None:
+    chance = random.Random(block_size)
+    pair = Pair(block_size, shingle)
+    document = [chance.randrange(500) for _ in range(block_size * 40)]
+    blocks = [tuple(document[i : i + block_size]) for i in range(0, len(document), block_size)]
+    pair.store(dict(enumerate(blocks, 1)))
+    moved = (
+        [9_999] * 5 + document[block_size * 4 : block_size * 20] + [9_999] * 7 + document[: block_size * 3]
+    )
+    windows = pair.index.sliding(CONTEXT, array("I", moved).tobytes(), 8, everything)
+    exact = {window.token_offset: window for window in windows if window.exact}
+    expected = [5 + block_size * i for i in range(16)]
+    expected += [5 + block_size * 16 + 7 + block_size * i for i in range(3)]
+    assert exact.keys() == set(expected)
+    for offset, window in exact.items():
+        tokens = tuple(moved[offset : offset + block_size])
+        assert all(pair.reference.blocks[m.prefix_hash] == tokens for m in window.matches if m.exact)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sliding_keeps_windows_that_do_not_overlap_and_cover_most(seed: int) -> None:
+    chance = random.Random(seed)
+    pair = Pair(block_size=8)
+    pool = [tuple(chance.randrange(40) for _ in range(8)) for _ in range(40)]
+    pair.store(dict(enumerate(pool, 1)))
+    tokens: list[int] = []
+    while len(tokens) < 200:
+        block = chance.choice(pool)
+        cut = chance.choice([8, 8, 8, 5])
+        tokens += block[:cut]
+        if chance.random() < 0.4:
+            tokens[-1] = chance.randrange(40)
+    windows = pair.index.sliding(CONTEXT, array("I", tokens).tobytes(), 8, everything)
+    offsets = [window.token_offset for window in windows]
+    assert all(later - earlier >= 8 for earlier, later in itertools.pairwise(offsets))
+    usable = pair.reference.blocks.keys()
+    for window in windows:
+        part = tokens[window.token_offset : window.token_offset + 8]
+        assert list(_sorted([window])[0].matches) == pair.reference.matches(part, 8, usable)
+    matches = [pair.reference.matches(tokens[i : i + 8], 8, usable) for i in range(len(tokens) - 7)]
+    exact = {offset for offset, found in enumerate(matches) if found and found[0].exact}
+    assert sum(window.exact for window in windows) == _most(exact, len(tokens), 8)
+    chosen = {window.token_offset for window in windows if window.exact}
+    free = {
+        offset
+        for offset, found in enumerate(matches)
+        if found and not found[0].exact and all(abs(offset - other) >= 8 for other in chosen)
+    }
+    assert sum(not window.exact for window in windows) == _most(free, len(tokens), 8)
+
+
+def _most(offsets: set[int], tokens: int, block_size: int) -> int:
+    """The largest number of windows that do not overlap: always take the one that ends first."""
+    count, free = 0, 0
+    for offset in sorted(offsets):
+        if offset >= free:
+            count, free = count + 1, offset + block_size
+    return count
+
+
+def test_what_is_not_usable_takes_no_place() -> None:
+    pair = Pair(block_size=4)
+    pair.store({1: (1, 2, 3, 4), 2: (2, 3, 4, 5), 3: (1, 2, 3, 4)})
+    tokens = array("I", [1, 2, 3, 4, 5]).tobytes()
+    [window] = pair.index.sliding(CONTEXT, tokens, 0, everything)
+    assert window.token_offset == 0
+    [window] = pair.index.sliding(CONTEXT, tokens, 0, lambda found: found & {2})
+    assert (window.token_offset, [m.prefix_hash for m in window.matches]) == (1, [2])
+    [window] = pair.index.grid(CONTEXT, tokens, 0, lambda found: found & {3})
+    assert [m.prefix_hash for m in window.matches] == [3]
+    assert pair.index.sliding(CONTEXT, tokens, 0, lambda found: found - {1, 2, 3}) == []
+
+
+def test_prompts_shorter_than_a_block_match_nothing() -> None:
+    pair = Pair()
+    pair.store({1: tuple(range(BLOCK))})
+    for length in (0, 1, BLOCK - 1):
+        tokens = array("I", range(length)).tobytes()
+        assert pair.index.grid(CONTEXT, tokens, 8, everything) == []
+        assert pair.index.sliding(CONTEXT, tokens, 8, everything) == []
+
+
+def test_contexts_are_apart_and_can_be_dropped() -> None:
+    index = FuzzyIndex(FuzzyLimits())
+    tokens = array("I", range(BLOCK)).tobytes()
+    for context in (1, 2):
+        assert index.add_context(context, BLOCK)
+        index.store(context, array("Q", [context]).tobytes(), tokens)
+    [window] = index.grid(1, tokens, 8, everything)
+    assert [m.prefix_hash for m in window.matches] == [1]
+    index.drop_context(1)
+    assert not index.has_context(1)
+    assert index.stats().blocks == 1
+    for _ in range(10):  # takes it apart
+        index.store(2, array("Q", [2]).tobytes(), tokens)
+    assert index.add_context(1, BLOCK)
+    assert index.grid(1, tokens, 8, everything) == []
+
+
+def test_input_that_does_not_fit_is_refused() -> None:
+    index = FuzzyIndex(FuzzyLimits(shingle=4))
+    assert not index.add_context(1, 3), "a block of 3 tokens has no shingle of 4"
+    assert not index.add_context(1, 65_536)
+    assert index.add_context(1, BLOCK)
+    with pytest.raises(InvalidInput, match="60 bytes of token ids do not fit 1 blocks of 16 tokens"):
+        index.store(1, bytes(8), bytes(60))
+    with pytest.raises(InvalidInput, match="max_distance must be between 0 and 8, not 9"):
+        index.grid(1, bytes(64), 9, everything)
+    with pytest.raises(InvalidInput, match="63 bytes are not whole"):
+        index.grid(1, bytes(63), 8, everything)
+    assert index.store(1, bytes(8), bytes(64)) == 0, "prefix hash 0 is refused"

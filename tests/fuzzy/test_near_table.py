@@ -1,0 +1,102 @@
+"""The table against looking at everything, with SimHashes laid where a search must work hardest to find them.
+
+In a table of few buckets every bucket is within reach and nothing can be missed; these have up to a million.
+"""
+
+import random
+import struct
+from array import array
+
+import pytest
+
+from app import _native
+
+CHUNKS = ((43, 21), (22, 21), (0, 22))  # lowest bit and width of chunks A, B, C
+
+
+def flip(simhash: int, first: int, width: int, count: int, chance: random.Random) -> int:
+    for bit in chance.sample(range(first, first + width), count):
+        simhash ^= 1 << bit
+    return simhash
+
+
+def splits(distance: int) -> list[tuple[int, int, int]]:
+    """All ways to spread so many bits over the chunks."""
+    return [(a, b, distance - a - b) for a in range(distance + 1) for b in range(distance + 1 - a)]
+
+
+def found(
+    table: _native.NearTable, queries: list[int], max_distance: int, scans: int = 0
+) -> list[tuple[int, ...]]:
+    rows = table.search(array("Q", queries).tobytes(), max_distance, scans)
+    return sorted(struct.iter_unpack("<III", rows))
+
+
+def expected(stored: list[int], queries: list[int], max_distance: int) -> list[tuple[int, ...]]:
+    hits = []
+    for query, simhash in enumerate(queries):
+        for number, other in enumerate(stored):
+            distance = (simhash ^ other).bit_count()
+            if distance <= max_distance:
+                hits.append((query, distance, number))
+    return sorted(hits)
+
+
+@pytest.mark.parametrize("bits", [6, 7, 11, 15, 20])
+@pytest.mark.parametrize("queries_count", [1, 80])
+def test_every_split_of_the_distance_over_the_chunks_is_found(bits: int, queries_count: int) -> None:
+    """Flips in the leading bits of the chunks, which are the ones that choose buckets."""
+    chance = random.Random(bits)
+    table = _native.NearTable(bits)
+    queries = [chance.getrandbits(64) for _ in range(queries_count)]
+    stored = []
+    for query in queries[:4]:
+        for distance in range(11):
+            for split in splits(distance):
+                simhash = query
+                for (first, width), count in zip(CHUNKS, split, strict=True):
+                    leading = min(bits, width)
+                    if count <= leading:
+                        simhash = flip(simhash, first + width - leading, leading, count, chance)
+                    else:
+                        simhash = flip(simhash, first, width, count, chance)
+                stored.append(simhash)
+    table.insert(array("Q", stored).tobytes())
+    for max_distance in range(9):
+        hits = found(table, queries, max_distance)
+        assert hits == expected(stored, queries, max_distance), f"within {max_distance}, each once"
+
+
+@pytest.mark.parametrize("scans", [0, 1, 2])
+def test_equal_simhashes_and_shared_chunks_are_found_once_each(scans: int) -> None:
+    """Crowds: the same SimHash, the same chunk A with any B and C, the same B with any other."""
+    chance = random.Random(3)
+    base = chance.getrandbits(64)
+    stored = [base] * 200
+    for first, width in CHUNKS:
+        keep = ((1 << width) - 1) << first
+        stored += [base & keep | chance.getrandbits(64) & ~keep & (1 << 64) - 1 for _ in range(300)]
+    stored += [flip(base, 0, 64, chance.randrange(12), chance) for _ in range(600)]
+    chance.shuffle(stored)
+    table = _native.NearTable(12)
+    table.insert(array("Q", stored).tobytes())
+    queries = [flip(base, 0, 64, chance.randrange(10), chance) for _ in range(70)]
+    for max_distance in (0, 4, 8):
+        assert found(table, queries, max_distance, scans) == expected(stored, queries, max_distance)
+
+
+@pytest.mark.parametrize("value", [0, (1 << 64) - 1, 1, 1 << 63])
+def test_the_ends_of_the_range(value: int) -> None:
+    table = _native.NearTable(10)
+    stored = [value, value ^ 1, value ^ 1 << 63, value ^ 0xFF, value ^ 0x1FF, value ^ 0xFF << 56]
+    table.insert(array("Q", stored).tobytes())
+    assert found(table, [value], 8) == expected(stored, [value], 8)
+
+
+def test_large_batches_are_counted_another_way_and_find_the_same() -> None:
+    chance = random.Random(4)
+    stored = [chance.getrandbits(64) for _ in range(400)]
+    table = _native.NearTable(14)
+    table.insert(array("Q", stored).tobytes())
+    queries = [flip(stored[i % 400], 0, 64, chance.randrange(10), chance) for i in range(1_500)]
+    assert found(table, queries, 8) == expected(stored, queries, 8)

@@ -31,7 +31,7 @@ def build_tables(routers: Sequence[Router], *, elapsed_s: float, dashboard: str)
 def policy_table(routers: Sequence[Router]) -> Table:
     table = Table()
     table.add_column("policy", no_wrap=True)
-    for column in ("requests", "hit rate", "TTFT p50", "p99", "max/mean", "failed"):
+    for column in ("requests", "hit rate", "TTFT p50", "p99", "busiest", "failed"):
         table.add_column(column, justify="right")
     for router in routers:
         figures = router.figures.values()

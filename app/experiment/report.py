@@ -52,28 +52,28 @@ def build_table(report: Report) -> Table:
         f"of {report.block_size} tokens"
     )
     table.add_column("policy", no_wrap=True)
-    for column in ("hit rate", "imbalance", "TTFT p50", "TTFT p99", "exact", "waited"):
+    for column in ("hit\nrate %", "imbalance", "TTFT\np50 s", "TTFT\np99 s", "exact\n%", "waited"):
         table.add_column(column, justify="right")
     for name, result in report.policies.items():
         table.add_row(
             name,
-            f"{100 * result.hit_rate:.1f} %",
+            f"{100 * result.hit_rate:.1f}",
             f"{result.imbalance:.2f}",
-            f"{result.ttft_p50_s:.2f} s",
-            f"{result.ttft_p99_s:.2f} s",
+            f"{result.ttft_p50_s:.2f}",
+            f"{result.ttft_p99_s:.2f}",
             _exactness(result),
             str(result.waited),
         )
     table.add_section()
     for name, rate in report.bounds.items():
-        table.add_row(f"{name} (bound)", f"{100 * rate:.1f} %", "", "", "", "", "")
+        table.add_row(f"bound {name}", f"{100 * rate:.1f}", "", "", "", "", "")
     return table
 
 
 def _exactness(result: PolicyResult) -> str:
     """Never rounded up to all of them."""
     part = result.predicted_exact
-    return "-" if part is None else f"{math.floor(1_000 * part) / 10:.1f} %"
+    return "-" if part is None else f"{math.floor(1_000 * part) / 10:.1f}"
 
 
 def draw(report: Report, path: Path) -> None:

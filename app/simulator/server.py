@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -38,6 +38,7 @@ from app.simulator.pod_metrics import PodMetrics
 from app.simulator.words import Words
 
 DEFAULT_MAX_TOKENS = 16
+CLIENT_CLOSED_REQUEST = 499  # as nginx calls it
 BODY_BYTES_MAX = 32 * 1024 * 1024
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -232,6 +233,10 @@ def _answering(handler: Handler) -> Handler:
         except IndexerError as error:
             status, kind = _status(error)
             return json_response(error_body(str(error), kind, status), status)
+        except ClientDisconnect:
+            return Response(
+                status_code=CLIENT_CLOSED_REQUEST
+            )  # nobody reads it; only the log of requests does
 
     return answering
 

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := $(wildcard native/*.hpp native/*.cpp) CMakeLists.txt
-NATIVE_TESTS := tests/index tests/test_service.py tests/test_json_cut.py tests/api/test_short_way.py
+NATIVE_TESTS := tests/index tests/fuzzy tests/api/test_fuzzy.py tests/test_service.py tests/test_json_cut.py tests/api/test_short_way.py
 CPP_FILES := $(wildcard native/*.hpp native/*.cpp)
 
 .PHONY: demo serve test sanitize check bench fmt clean

@@ -143,3 +143,19 @@ def test_figures(talking: Indexer) -> None:
     assert "kvindexer_tokenizer_cache_hits_total 2.0" in page
     assert "kvindexer_tokenizer_cache_misses_total 1.0" in page
     assert "kvindexer_tokenizer_loads_total 1.0" in page
+
+
+def test_fuzzy_match_of_a_text(talking: Indexer, tokenizer: Tokenizer) -> None:
+    """The text from its middle on: no prefix of it is held, and most of it is."""
+    part = PROMPT[PROMPT.index("hat") :]
+    body = {"model": "m", "text": part, "add_special_tokens": False, "mode": "sliding", "exclude": ["pod-c"]}
+    response = talking.post("/v1/fuzzy-match", body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    token_ids = tokenizer.encode(part, add_special_tokens=False).ids
+    assert answer["tokens"] == len(token_ids)
+    by_tokens = {name: value for name, value in body.items() if name not in ("text", "add_special_tokens")}
+    assert answer == talking.post("/v1/fuzzy-match", {**by_tokens, "token_ids": token_ids}).json()
+    [pod] = answer["pods"]
+    assert pod["pod"] == "pod-t"
+    assert pod["coverage"] > 0.5

@@ -279,7 +279,8 @@ def test_what_the_indexer_refuses_is_said(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["match"], ["route"], ["hash"], ["pods", "add"], ["events"], ["stats"], ["dump"], ["load"]]
+    "command",
+    [["match"], ["route"], ["fuzzy"], ["hash"], ["pods", "add"], ["events"], ["stats"], ["dump"], ["load"]],
 )
 def test_help_has_examples(command: list[str]) -> None:
     code, out, _ = finished(*command, "--help")

@@ -53,7 +53,7 @@ std::vector<uint8_t> PrefixIndex::export_changes(size_t keys_max, size_t& keys_l
   uint64_t cursor = 0;
   bool done = false;
   touched_.sweep(cursor, done, keys_max, [&](const Touched& touched) {
-    keys.push_back(touched.key);
+    keys.push_back(uint64_t{touched.key});  // a copy: the entry is packed
     return false;
   });
   keys_left = touched_.size();

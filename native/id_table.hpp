@@ -1,15 +1,20 @@
 // A hash table from 64-bit keys to numbers of records, which know their own keys. It grows, shrinks and is
 // swept in small slices.
 //
-// Shape. As in segmented_table.hpp: a directory over the leading bits of the key names segments, and in a
-// segment the entries lie in key order with gaps, each at or after the place that its key is proportional to.
-// But an entry is 6 bytes: the number (28 bits) and the next 20 bits of its key behind those that the
-// directory looks at. They give its place in the segment, and tell nearly all other keys from it: one in some
-// hundred looks at a record for nothing. Only a split needs whole keys, one new bit of each: that reads every
-// record once in a doubling.
+// Shape. A directory over the leading bits names segments (extendible hashing: Fagin, Nievergelt, Pippenger
+// and Strong 1979), and in a segment the entries lie in key order with gaps, each at or after the place that
+// its key is proportional to (ordered linear probing: Amble and Knuth 1974). An entry is 6 bytes: the number
+// (28 bits) and 20 bits of its key, which give its place in the segment and tell nearly all other keys from
+// it: one in some dozens looks at a record for nothing. Only a split needs more of the keys, one new bit of
+// each, and reads them once in five splits.
 //
-// What that buys. A segment is 16 to 32 KiB for 3,000 to 4,500 entries, so laying one out anew stays in the
-// first cache, and a load between 0.66 and 0.82 costs 7.3 to 9.1 bytes an entry.
+// A full segment (32 KiB, 5,400 places) splits in two. Were all equally likely, all would fill and split at
+// one time, and the load of the table would swing between 0.86 and 0.43. So keys are bent first (`bend`):
+// along the directory their density falls to a half, smoothly, as in spiral storage (Martin 1979). Then at
+// any moment some segments split and others have just done so, the load of the whole stays about 0.62 at any
+// size, or 9.7 bytes an entry, and an entry is moved once in a doubling. Tried before: segments that grow by
+// one 4 KiB page at a time, up to 32 KiB. They need 8.2 bytes an entry, but an entry is moved five times in a
+// doubling.
 //
 // Keys must be uniform in their leading bits. Skewed keys stay correct and cost linear time.
 #pragma once
@@ -38,8 +43,9 @@ class IdTable {
   }
 
   void prefetch(uint64_t key) const {
-    const Segment& segment = segments_[segment_of(key)];
-    const uint8_t* at = segment.at(segment.home(segment.tag(key)));
+    const uint64_t spot = bend(key);
+    const Segment& segment = segments_[segment_of(spot)];
+    const uint8_t* at = segment.at(segment.home(segment.tag(spot)));
     // GCC 12 takes a function that only prefetches for one without effect and drops the calls.
     asm volatile("" : : "r"(at));
     __builtin_prefetch(at);
@@ -57,9 +63,10 @@ class IdTable {
 
   // The number of a record that probably has this key, without a look at it; kNoBlock when there is none.
   BlockId likely(uint64_t key) const {
-    const Segment& segment = segments_[segment_of(key)];
+    const uint64_t spot = bend(key);
+    const Segment& segment = segments_[segment_of(spot)];
     if (segment.size == 0) return kNoBlock;
-    const uint64_t tag = segment.tag(key);
+    const uint64_t tag = segment.tag(spot);
     const uint8_t* at = segment.at(segment.home(tag));
     uint64_t entry = load(at);
     while (entry != 0 && entry >> kIdBits < tag) entry = load(at += kEntryBytes);
@@ -69,9 +76,10 @@ class IdTable {
   // All records with this key, until `visit(id)` says that it has had enough. It must not change the table.
   template <class Visit>
   void each(uint64_t key, Visit visit) const {
-    const Segment& segment = segments_[segment_of(key)];
+    const uint64_t spot = bend(key);
+    const Segment& segment = segments_[segment_of(spot)];
     if (segment.size == 0) return;
-    const uint64_t tag = segment.tag(key);
+    const uint64_t tag = segment.tag(spot);
     const uint8_t* at = segment.at(segment.home(tag));
     uint64_t entry = load(at);
     while (entry != 0 && entry >> kIdBits < tag) entry = load(at += kEntryBytes);
@@ -83,20 +91,22 @@ class IdTable {
 
   // `key` is that of the record; the record is not in the table yet.
   void insert(uint64_t key, BlockId id) {
+    const uint64_t spot = bend(key);
     while (true) {
-      Segment& segment = segments_[segment_of(key)];
-      if (segment.size + 1 > segment.fill_max) {
-        make_room(segment_of(key));
+      const uint32_t index = segment_of(spot);
+      Segment& segment = segments_[index];
+      if (segment.size >= segment.fill_max) {
+        make_room(index);
         continue;
       }
-      const uint64_t tag = segment.tag(key);
+      const uint64_t tag = segment.tag(spot);
       uint8_t* at = segment.at(segment.home(tag));
       uint64_t entry = load(at);
       while (entry != 0 && entry >> kIdBits <= tag) entry = load(at += kEntryBytes);
       uint8_t* gap = at;
       while (entry != 0) entry = load(gap += kEntryBytes);
       if (gap == segment.at(segment.places - 1)) {  // the last place stays empty
-        widen(segment_of(key));
+        widen(index);
         continue;
       }
       std::memmove(at + kEntryBytes, at, static_cast<size_t>(gap - at));
@@ -109,10 +119,11 @@ class IdTable {
 
   // The record is in the table under this key.
   void erase(uint64_t key, BlockId id) {
-    const uint32_t index = segment_of(key);
+    const uint64_t spot = bend(key);
+    const uint32_t index = segment_of(spot);
     Segment& segment = segments_[index];
-    const uint64_t wanted = segment.tag(key) << kIdBits | id;
-    uint32_t place = segment.home(segment.tag(key));
+    const uint64_t wanted = segment.tag(spot) << kIdBits | id;
+    uint32_t place = segment.home(segment.tag(spot));
     while (load(segment.at(place)) != wanted) {
       assert(load(segment.at(place)) != 0 && "what is erased is in the table");
       ++place;
@@ -121,22 +132,21 @@ class IdTable {
     if (segment.is_sparse()) shrink(index);
   }
 
-  // A record whose key is about the first at or behind this one, going round past the end; kNoBlock when the
-  // table is empty.
-  BlockId seek(uint64_t key) const {
+  // Some record, chosen by a random number; kNoBlock when the table is empty.
+  BlockId some(uint64_t random) const {
     if (size_ == 0) return kNoBlock;
-    while (true) {
-      const Segment& segment = segments_[segment_of(key)];
-      for (uint32_t place = segment.size == 0 ? segment.places : segment.home(segment.tag(key));
+    for (uint64_t spot = random;;) {
+      const Segment& segment = segments_[segment_of(spot)];
+      for (uint32_t place = segment.size == 0 ? segment.places : segment.home(segment.tag(spot));
            place < segment.places; ++place)
         if (const uint64_t entry = load(segment.at(place)); entry != 0) return id_of(entry);
-      key = segment.first_key_behind(key);
+      spot = segment.first_spot_behind(spot);
     }
   }
 
-  // Visits records in key order from `cursor` on, at most about `visits_max` of them. `keep(id)` returns
-  // false to have the entry erased, and touches neither this table nor the record's key. Returns the number
-  // visited; `cursor` becomes the place to go on from, `done` tells that the end was reached.
+  // Visits records in the order of the table from `cursor` on, at most about `visits_max` of them. `keep(id)`
+  // returns false to have the entry erased, and touches neither this table nor the record's key. Returns the
+  // number visited; `cursor` becomes the place to go on from, `done` tells that the end was reached.
   template <class Keep>
   size_t sweep(uint64_t& cursor, bool& done, size_t visits_max, Keep keep) {
     size_t visits = 0;
@@ -156,7 +166,7 @@ class IdTable {
           continue;
         }
         if (visits >= visits_max && tag != last_tag) {  // never stop between equal tags
-          cursor = segment.first_key(cursor, tag);
+          cursor = segment.first_spot(cursor, tag);
           if (segment.is_sparse()) shrink(index);
           return visits;
         }
@@ -167,7 +177,7 @@ class IdTable {
         else
           erase_at(segment, place);  // the next entry, if any, has moved here or lies behind
       }
-      const uint64_t next = segment.first_key_behind(cursor);
+      const uint64_t next = segment.first_spot_behind(cursor);
       if (segment.is_sparse()) shrink(index);
       cursor = next;
       if (next == 0) {
@@ -197,32 +207,59 @@ class IdTable {
   static constexpr unsigned kIdBits = 28;
   static constexpr unsigned kTagBits = 20;
   static constexpr size_t kEntryBytes = 6;
-  static constexpr uint32_t kSegmentPagesMax = 8;
+  static constexpr size_t kSegmentPages = 8;  // of one that is full-grown
+  static constexpr uint32_t kBentDepth = 4;   // shallower segments are not evenly dense
+  static constexpr uint32_t kStaleBitsMax = 4;
   static_assert(BlockPool::kIdsMax <= BlockId{1} << kIdBits);
 
   struct Segment {
     Pages memory;
     uint32_t range = 0;     // homes are 0..range-1
     uint32_t places = 0;    // places - range take what overflows at the end, the last stays empty
-    uint32_t fill_max = 0;  // entries: a load of 0.82
+    uint32_t fill_max = 0;  // entries
     uint32_t size = 0;
-    uint32_t depth = 0;  // leading key bits that all entries share
+    uint32_t depth = 0;     // leading bits that all spots share
+    uint32_t tag_from = 0;  // tags are the bits from here on; at most kStaleBitsMax fewer than `depth`
 
     uint8_t* at(uint32_t place) const { return static_cast<uint8_t*>(memory.base()) + place * kEntryBytes; }
-    uint64_t tag(uint64_t key) const { return (key << depth) >> (64 - kTagBits); }
-    uint32_t home(uint64_t tag) const { return static_cast<uint32_t>((tag * range) >> kTagBits); }
-    bool is_sparse() const { return memory.pages() > 1 && size < places / 3; }
-    // The smallest key with this tag; `key` is any of the segment.
-    uint64_t first_key(uint64_t key, uint64_t tag) const {
-      const uint64_t shared = depth == 0 ? 0 : (key >> (64 - depth)) << (64 - depth);
-      return shared | (tag << (64 - kTagBits)) >> depth;
+    uint64_t tag(uint64_t spot) const { return (spot << tag_from) >> (64 - kTagBits); }
+    uint32_t home(uint64_t tag) const {
+      const uint64_t own = tag << (depth - tag_from) & ((uint64_t{1} << kTagBits) - 1);
+      return static_cast<uint32_t>((own * range) >> kTagBits);
     }
-    // The smallest key of the next segment in key order, 0 behind the last one.
-    uint64_t first_key_behind(uint64_t key) const {
+    bool is_sparse() const { return memory.pages() > 1 && size < places / 5; }
+    // The smallest spot with this tag; `spot` is any of the segment.
+    uint64_t first_spot(uint64_t spot, uint64_t tag) const {
+      const uint64_t shared = tag_from == 0 ? 0 : (spot >> (64 - tag_from)) << (64 - tag_from);
+      return shared | (tag << (64 - kTagBits)) >> tag_from;
+    }
+    // The smallest spot of the next segment, 0 behind the last one.
+    uint64_t first_spot_behind(uint64_t spot) const {
       if (depth == 0) return 0;
-      return ((key >> (64 - depth)) + 1) << (64 - depth);
+      return ((spot >> (64 - depth)) + 1) << (64 - depth);
     }
   };
+
+  // Keys to spots, in order: log2(1 + key / 2^64) in sixteen straight pieces. Where the pieces begin, and
+  // their slopes as 2.62 fixed point.
+  static uint64_t bend(uint64_t key) {
+    static constexpr uint64_t kFrom[17] = {
+        0x0000000000000000, 0x0B5586CF9890F629, 0x172B83C7D517ADCD, 0x2387A6E75623866C, 0x306FE0A31B7152DE,
+        0x3DEA64C12342235B, 0x4BFDAD5362A271D4, 0x5AB07DD48542958C, 0x6A09E667F3BCC908, 0x7A11473EB0186D7D,
+        0x8ACE5422AA0DB5BA, 0x9C49182A3F0901C7, 0xAE89F995AD3AD5E8, 0xC199BDD85529C222, 0xD5818DCFBA48725D,
+        0xEA4AFA2A490D9858, UINT64_MAX};
+    static constexpr uint64_t kSlope[16] = {
+        0x5A58CFED99F42CE7, 0x568439F9456211B5, 0x52D936DDA5ED80C8, 0x4F560361F5432D4C,
+        0x4BF8EF6EC9E8B79B, 0x48C05D3E756AA599, 0x45AAC09630168A30, 0x42B69E07B2B65954,
+        0x3FE28A3AE2CEDFC0, 0x3D2D293F39C45A97, 0x3A952DE492FF15B3, 0x3819591B10B8916B,
+        0x35B87959CA81AEC5, 0x33716A0BFBD567BA, 0x314313046C2B385E, 0x2F2C67F6CCFA166F};
+    static constexpr uint8_t kFirst[32] = {0, 0, 1,  2,  2,  3,  3,  4,  5,  5,  6,  6,  7,  7,  8,  8,
+                                           9, 9, 10, 10, 11, 11, 12, 12, 12, 13, 13, 14, 14, 14, 15, 15};
+    unsigned piece = kFirst[key >> 59];
+    piece += key >= kFrom[piece + 1] && piece < 15 ? 1 : 0;
+    const auto along = static_cast<unsigned __int128>(key - kFrom[piece]) * kSlope[piece];
+    return (uint64_t{piece} << 60) + static_cast<uint64_t>(along >> 62);
+  }
 
   static BlockId id_of(uint64_t entry) {
     return static_cast<BlockId>(entry & ((uint64_t{1} << kIdBits) - 1));
@@ -235,12 +272,12 @@ class IdTable {
   }
   static void save(uint8_t* at, uint64_t entry) { std::memcpy(at, &entry, kEntryBytes); }
 
-  uint32_t segment_of(uint64_t key) const {
-    return directory_[directory_bits_ == 0 ? 0 : key >> (64 - directory_bits_)];
+  uint32_t segment_of(uint64_t spot) const {
+    return directory_[directory_bits_ == 0 ? 0 : spot >> (64 - directory_bits_)];
   }
 
-  static size_t pages_for(size_t entries) {  // at a load of about 0.75
-    return ((entries * 4 / 3 + 32) * kEntryBytes + Pages::kPageBytes - 1) / Pages::kPageBytes;
+  static size_t pages_for(size_t entries) {  // a power of two, at a load of 0.5 or less
+    return std::bit_ceil((entries * 2 * kEntryBytes + Pages::kPageBytes) / Pages::kPageBytes);
   }
 
   void erase_at(Segment& segment, uint32_t place) {
@@ -261,9 +298,9 @@ class IdTable {
     const size_t pages = segment.memory.pages();
     // Skewed keys would deepen the directory without end: past this depth a segment grows instead.
     const uint32_t depth_max = static_cast<uint32_t>(std::bit_width(segments_.size())) + 3;
-    if (pages >= kSegmentPagesMax && segment.depth < depth_max) return split(index);
+    if (pages >= kSegmentPages && segment.depth < depth_max) return split(index);
     lift(segment);
-    lay_out(segment, lifted_.data(), lifted_.size(), pages + std::max<size_t>(1, pages / 8));
+    lay_out(segment, lifted_.data(), lifted_.size(), std::max<size_t>(1, pages * 2));
   }
 
   void widen(uint32_t index) {
@@ -290,38 +327,38 @@ class IdTable {
     Segment& lower = segments_[index];
     Segment& upper = segments_[fresh];
     lift(lower);
-    const uint64_t bit = uint64_t{1} << (kIdBits + kTagBits - 1);
+    const uint64_t bit = uint64_t{1} << (kIdBits + kTagBits - 1 - (lower.depth - lower.tag_from));
     const auto middle = std::partition_point(lifted_.begin(), lifted_.end(),
                                              [bit](uint64_t entry) { return (entry & bit) == 0; });
-    const uint64_t any_key = key_of_(id_of(lifted_.front()));
-    upper.depth = ++lower.depth;
-    retag(lower);
     const size_t low_count = static_cast<size_t>(middle - lifted_.begin());
     const size_t high_count = lifted_.size() - low_count;
-    lay_out(upper, lifted_.data() + low_count, high_count, pages_for(high_count));
-    lay_out(lower, lifted_.data(), low_count, pages_for(low_count));
+    const uint64_t any_spot = bend(key_of_(id_of(lifted_.front())));
+    upper.depth = ++lower.depth;
+    if (lower.depth - lower.tag_from > kStaleBitsMax) {
+      lower.tag_from = lower.depth;
+      retag(lower, 0, low_count);
+      retag(lower, low_count, lifted_.size());
+    }
+    upper.tag_from = lower.tag_from;
+    lay_out(upper, lifted_.data() + low_count, high_count, kSegmentPages);
+    lay_out(lower, lifted_.data(), low_count, kSegmentPages);
     // The directory cells of the old segment are one run; its upper half now names the new one.
     const size_t run = size_t{1} << (directory_bits_ - lower.depth + 1);
-    const size_t first = (any_key >> (64 - directory_bits_)) & ~(run - 1);
+    const size_t first = (any_spot >> (64 - directory_bits_)) & ~(run - 1);
     std::fill_n(directory_.begin() + static_cast<ptrdiff_t>(first + run / 2), run / 2, fresh);
   }
 
-  // Gives the lifted entries the tags of a segment that is one bit deeper, and puts those in order that
-  // shared one.
-  void retag(const Segment& segment) {
+  // Gives lifted entries the tags that the segment now wants, and puts those in order that shared one.
+  void retag(const Segment& segment, size_t begin, size_t end) {
     constexpr size_t kAhead = 16;
-    std::vector<uint64_t>& lifted = lifted_;
-    for (size_t i = 0; i < lifted.size(); ++i) {
-      if (i + kAhead < lifted.size()) key_of_.prefetch(id_of(lifted[i + kAhead]));
-      const BlockId id = id_of(lifted[i]);
-      // The bit that tells the halves apart stands above the others while they are put in order.
-      const uint64_t half = lifted[i] & uint64_t{1} << (kIdBits + kTagBits - 1);
-      uint64_t entry = half << 1 | segment.tag(key_of_(id)) << kIdBits | id;
+    for (size_t i = begin; i < end; ++i) {
+      if (i + kAhead < end) key_of_.prefetch(id_of(lifted_[i + kAhead]));
+      const BlockId id = id_of(lifted_[i]);
+      const uint64_t entry = segment.tag(bend(key_of_(id))) << kIdBits | id;
       size_t place = i;
-      for (; place > 0 && lifted[place - 1] > entry; --place) lifted[place] = lifted[place - 1];
-      lifted[place] = entry;
+      for (; place > begin && lifted_[place - 1] > entry; --place) lifted_[place] = lifted_[place - 1];
+      lifted_[place] = entry;
     }
-    for (uint64_t& entry : lifted) entry &= 0xFFFF'FFFF'FFFF;
   }
 
   // Copies a segment's entries, in order, to lifted_.
@@ -365,7 +402,7 @@ class IdTable {
       save(segment.at(place++), entries[i]);
     }
     segment.size = static_cast<uint32_t>(count);
-    segment.fill_max = static_cast<uint32_t>(uint64_t{segment.places} * 105 / 128);
+    segment.fill_max = segment.places * (segment.depth < kBentDepth ? 77 : 110) / 128;
   }
 
   KeyOf key_of_;

@@ -67,7 +67,7 @@ void PrefixIndex::evict(Context& context) {
 }
 
 BlockId PrefixIndex::some_record(const Context& context) {
-  return context.prefixes.seek(mix64(random_ += 0x9E3779B97F4A7C15u));
+  return context.prefixes.some(mix64(random_ += 0x9E3779B97F4A7C15u));
 }
 
 void PrefixIndex::choose_victims(Context& context) {

@@ -41,7 +41,7 @@ struct BlockRecord {
 class BlockPool {
  public:
   static constexpr uint32_t kChunk = 2048;  // records: 14 pages of 4 KiB without a byte left over
-  static constexpr BlockId kIdsMax = BlockId{1} << 28;
+  static constexpr uint64_t kIdsMax = uint64_t{1} << 32;
 
   size_t size() const { return size_; }
   size_t bytes() const {
@@ -57,6 +57,11 @@ class BlockPool {
     const size_t chunk = id / kChunk;
     return chunk < bases_.size() && bases_[chunk] != nullptr ? &bases_[chunk][id % kChunk] : nullptr;
   }
+  bool is_free(BlockId id) const {
+    const BlockRecord* const record = peek(id);
+    return record == nullptr || record->holders == kEmptySet;
+  }
+
   void prefetch(BlockId id) const { __builtin_prefetch(&(*this)[id]); }
 
   // All zero but for what the caller fills in at once: a record in use has holders.
@@ -126,7 +131,7 @@ class BlockPool {
       unmapped_.pop_back();
     }
     Chunk& chunk = chunks_[number];
-    chunk.memory.resize(kChunkPages);
+    chunk.memory.renew(kChunkPages);
     bases_[number] = static_cast<BlockRecord*>(chunk.memory.base());
     chunk.freed = kNone;
     chunk.used = number == 0 ? 1 : 0;

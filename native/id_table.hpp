@@ -1,20 +1,24 @@
-// A hash table from 64-bit keys to numbers of records, which know their own keys. It grows, shrinks and is
-// swept in small slices.
+// A hash table from 64-bit keys to numbers of records, which know their own keys. It grows and shrinks in
+// small slices.
 //
 // Shape. A directory over the leading bits names segments (extendible hashing: Fagin, Nievergelt, Pippenger
-// and Strong 1979), and in a segment the entries lie in key order with gaps, each at or after the place that
-// its key is proportional to (ordered linear probing: Amble and Knuth 1974). An entry is 6 bytes: the number
-// (28 bits) and 20 bits of its key, which give its place in the segment and tell nearly all other keys from
-// it: one in some dozens looks at a record for nothing. Only a split needs more of the keys, one new bit of
-// each, and reads them once in five splits.
+// and Strong 1979). A segment is a power of two of buckets, each a cache line with ten entries: a record's
+// number and a tag, the 16 bits of its key behind those that lead to its bucket. So nearly every probe is one
+// cache line and one comparison of ten tags at once; an entry that found its bucket full lies in one behind
+// it, and the full one counts how many went by (as F14 does: Bronson and Shi 2019). Moving an entry needs no
+// look at its record while its tag and its bucket tell enough of its key; each split uses up one bit, and
+// after kStaleBitsMax of them the keys are read again.
 //
-// A full segment (32 KiB, 5,400 places) splits in two. Were all equally likely, all would fill and split at
-// one time, and the load of the table would swing between 0.86 and 0.43. So keys are bent first (`bend`):
-// along the directory their density falls to a half, smoothly, as in spiral storage (Martin 1979). Then at
-// any moment some segments split and others have just done so, the load of the whole stays about 0.62 at any
-// size, or 9.7 bytes an entry, and an entry is moved once in a doubling. Tried before: segments that grow by
-// one 4 KiB page at a time, up to 32 KiB. They need 8.2 bytes an entry, but an entry is moved five times in a
-// doubling.
+// A full segment (32 KiB) splits in two. Were all equally likely, all would fill and split at one time, and
+// the load of the table would swing between 0.92 and 0.46. So keys are bent first (`bend`): along the
+// directory their density falls to a half, smoothly, as in spiral storage (Martin 1979). Then at any moment
+// some segments split and others have just done so, the load of the whole stays about 0.66 at any size,
+// or 9.7 bytes an entry, and an entry is moved about once in a doubling.
+//
+// Tried, with the time of 256 insertions into each of two such tables of 4M entries: entries of 6 bytes in
+// key order with gaps (ordered linear probing), in segments that grow by a page at a time, 8.2 bytes an
+// entry: 113 us; the same in segments that split (bent keys), 9.7 bytes: 100 us; huge pages under that: 12 %
+// less, but each costs 2 ms when it is touched first.
 //
 // Keys must be uniform in their leading bits. Skewed keys stay correct and cost linear time.
 #pragma once
@@ -23,8 +27,12 @@
 #include <bit>
 #include <cassert>
 #include <cstdint>
-#include <cstring>
+#include <span>
 #include <vector>
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #include "block_pool.hpp"
 #include "pages.hpp"
@@ -45,7 +53,7 @@ class IdTable {
   void prefetch(uint64_t key) const {
     const uint64_t spot = bend(key);
     const Segment& segment = segments_[segment_of(spot)];
-    const uint8_t* at = segment.at(segment.home(segment.tag(spot)));
+    const Bucket* at = segment.buckets() + segment.home(spot);
     // GCC 12 takes a function that only prefetches for one without effect and drops the calls.
     asm volatile("" : : "r"(at));
     __builtin_prefetch(at);
@@ -63,58 +71,30 @@ class IdTable {
 
   // The number of a record that probably has this key, without a look at it; kNoBlock when there is none.
   BlockId likely(uint64_t key) const {
-    const uint64_t spot = bend(key);
-    const Segment& segment = segments_[segment_of(spot)];
-    if (segment.size == 0) return kNoBlock;
-    const uint64_t tag = segment.tag(spot);
-    const uint8_t* at = segment.at(segment.home(tag));
-    uint64_t entry = load(at);
-    while (entry != 0 && entry >> kIdBits < tag) entry = load(at += kEntryBytes);
-    return entry != 0 && entry >> kIdBits == tag ? id_of(entry) : kNoBlock;
+    BlockId found = kNoBlock;
+    each_likely(key, [&](BlockId id) {
+      found = id;
+      return true;
+    });
+    return found;
   }
 
   // All records with this key, until `visit(id)` says that it has had enough. It must not change the table.
   template <class Visit>
   void each(uint64_t key, Visit visit) const {
-    const uint64_t spot = bend(key);
-    const Segment& segment = segments_[segment_of(spot)];
-    if (segment.size == 0) return;
-    const uint64_t tag = segment.tag(spot);
-    const uint8_t* at = segment.at(segment.home(tag));
-    uint64_t entry = load(at);
-    while (entry != 0 && entry >> kIdBits < tag) entry = load(at += kEntryBytes);
-    for (; entry != 0 && entry >> kIdBits == tag; entry = load(at += kEntryBytes)) {
-      const BlockId id = id_of(entry);
-      if (key_of_(id) == key && visit(id)) return;
-    }
+    each_likely(key, [&](BlockId id) { return key_of_(id) == key && visit(id); });
   }
 
   // `key` is that of the record; the record is not in the table yet.
   void insert(uint64_t key, BlockId id) {
     const uint64_t spot = bend(key);
-    while (true) {
-      const uint32_t index = segment_of(spot);
-      Segment& segment = segments_[index];
-      if (segment.size >= segment.fill_max) {
-        make_room(index);
-        continue;
-      }
-      const uint64_t tag = segment.tag(spot);
-      uint8_t* at = segment.at(segment.home(tag));
-      uint64_t entry = load(at);
-      while (entry != 0 && entry >> kIdBits <= tag) entry = load(at += kEntryBytes);
-      uint8_t* gap = at;
-      while (entry != 0) entry = load(gap += kEntryBytes);
-      if (gap == segment.at(segment.places - 1)) {  // the last place stays empty
-        widen(index);
-        continue;
-      }
-      std::memmove(at + kEntryBytes, at, static_cast<size_t>(gap - at));
-      save(at, tag << kIdBits | id);
-      ++segment.size;
-      ++size_;
-      return;
+    uint32_t index = segment_of(spot);
+    while (segments_[index].size >= segments_[index].fill_max) {
+      make_room(index);
+      index = segment_of(spot);
     }
+    put(segments_[index], spot, id);
+    ++size_;
   }
 
   // The record is in the table under this key.
@@ -122,14 +102,28 @@ class IdTable {
     const uint64_t spot = bend(key);
     const uint32_t index = segment_of(spot);
     Segment& segment = segments_[index];
-    const uint64_t wanted = segment.tag(spot) << kIdBits | id;
-    uint32_t place = segment.home(segment.tag(spot));
-    while (load(segment.at(place)) != wanted) {
-      assert(load(segment.at(place)) != 0 && "what is erased is in the table");
-      ++place;
+    Bucket* const buckets = segment.buckets();
+    uint32_t at = segment.home(spot);
+    while (true) {
+      Bucket& bucket = buckets[at];
+      const uint32_t place = bucket.place_of(id);
+      if (place != kEntries) {
+        bucket.remove(place);
+        break;
+      }
+      assert(bucket.passed != 0 && "what is erased is in the table");
+      if (bucket.passed != kPassedMax) --bucket.passed;
+      at = segment.next(at);
     }
-    erase_at(segment, place);
+    --segment.size;
+    --size_;
     if (segment.is_sparse()) shrink(index);
+  }
+
+  // Every record, in no order; `visit(id)` must not change the table.
+  template <class Visit>
+  void for_each(Visit visit) const {
+    for (const Segment& segment : segments_) for_each_in(segment, visit);
   }
 
   // Some record, chosen by a random number; kNoBlock when the table is empty.
@@ -137,55 +131,12 @@ class IdTable {
     if (size_ == 0) return kNoBlock;
     for (uint64_t spot = random;;) {
       const Segment& segment = segments_[segment_of(spot)];
-      for (uint32_t place = segment.size == 0 ? segment.places : segment.home(segment.tag(spot));
-           place < segment.places; ++place)
-        if (const uint64_t entry = load(segment.at(place)); entry != 0) return id_of(entry);
-      spot = segment.first_spot_behind(spot);
+      if (segment.size != 0)
+        for (uint32_t at = segment.home(spot); at < segment.count; ++at)
+          if (const Bucket& bucket = segment.buckets()[at]; bucket.count != 0)
+            return bucket.ids[random % bucket.count];
+      spot = segment.depth == 0 ? 0 : segment.first_spot + (uint64_t{1} << (64 - segment.depth));
     }
-  }
-
-  // Visits records in the order of the table from `cursor` on, at most about `visits_max` of them. `keep(id)`
-  // returns false to have the entry erased, and touches neither this table nor the record's key. Returns the
-  // number visited; `cursor` becomes the place to go on from, `done` tells that the end was reached.
-  template <class Keep>
-  size_t sweep(uint64_t& cursor, bool& done, size_t visits_max, Keep keep) {
-    size_t visits = 0;
-    done = false;
-    while (visits < visits_max) {
-      const uint32_t index = segment_of(cursor);
-      Segment& segment = segments_[index];
-      const uint64_t first_tag = segment.tag(cursor);
-      uint32_t place = segment.size == 0 ? segment.places : segment.home(first_tag);
-      uint64_t last_tag = UINT64_MAX;
-      visits += segment.size == 0 ? 1 : 0;  // empty segments cost something too
-      while (place < segment.places) {
-        const uint64_t entry = load(segment.at(place));
-        const uint64_t tag = entry >> kIdBits;
-        if (entry == 0 || tag < first_tag) {
-          ++place;
-          continue;
-        }
-        if (visits >= visits_max && tag != last_tag) {  // never stop between equal tags
-          cursor = segment.first_spot(cursor, tag);
-          if (segment.is_sparse()) shrink(index);
-          return visits;
-        }
-        last_tag = tag;
-        ++visits;
-        if (keep(id_of(entry)))
-          ++place;
-        else
-          erase_at(segment, place);  // the next entry, if any, has moved here or lies behind
-      }
-      const uint64_t next = segment.first_spot_behind(cursor);
-      if (segment.is_sparse()) shrink(index);
-      cursor = next;
-      if (next == 0) {
-        done = true;
-        return visits;
-      }
-    }
-    return visits;
   }
 
   // Gives back the memory of at most `segments_max` segments after `drop(id)` for each of their entries.
@@ -193,51 +144,95 @@ class IdTable {
   template <class Drop>
   bool dismantle(size_t segments_max, Drop drop) {
     while (segments_max-- > 0 && !segments_.empty()) {
-      Segment& segment = segments_.back();
-      for (uint32_t place = 0; place < segment.places; ++place)
-        if (const uint64_t entry = load(segment.at(place)); entry != 0) drop(id_of(entry));
-      size_ -= segment.size;
-      page_bytes_ -= segment.memory.bytes();
+      for_each_in(segments_.back(), drop);
+      size_ -= segments_.back().size;
+      page_bytes_ -= segments_.back().memory.bytes();
       segments_.pop_back();
     }
     return segments_.empty();
   }
 
  private:
-  static constexpr unsigned kIdBits = 28;
-  static constexpr unsigned kTagBits = 20;
-  static constexpr size_t kEntryBytes = 6;
+  static constexpr uint32_t kEntries = 10;  // of a bucket
+  static constexpr unsigned kTagBits = 16;
+  static constexpr uint8_t kPassedMax = 255;  // so many or more: it is not counted down any more
   static constexpr size_t kSegmentPages = 8;  // of one that is full-grown
   static constexpr uint32_t kBentDepth = 4;   // shallower segments are not evenly dense
-  static constexpr uint32_t kStaleBitsMax = 4;
-  static_assert(BlockPool::kIdsMax <= BlockId{1} << kIdBits);
+  static constexpr uint32_t kStaleBitsMax = 6;
+  static constexpr uint64_t kUnknown = UINT64_MAX;  // a spot that is read from the key, were it this one too
+
+  struct alignas(64) Bucket {
+    uint16_t tags[kEntries];
+    uint8_t count;
+    uint8_t passed;  // entries of this bucket and of those before it that went on because it was full
+    uint16_t away;   // bit per entry: this is not its own bucket
+    BlockId ids[kEntries];
+
+    // Bit per entry with this tag.
+    uint32_t matches(uint16_t tag) const {
+      const uint32_t used = (1u << count) - 1;
+#ifdef __SSE2__
+      const __m128i wanted = _mm_set1_epi16(static_cast<short>(tag));
+      const __m128i first = _mm_load_si128(reinterpret_cast<const __m128i*>(this));
+      const __m128i second = _mm_load_si128(reinterpret_cast<const __m128i*>(this) + 1);
+      const __m128i equal = _mm_packs_epi16(_mm_cmpeq_epi16(first, wanted), _mm_cmpeq_epi16(second, wanted));
+      return static_cast<uint32_t>(_mm_movemask_epi8(equal)) & used;
+#else
+      uint32_t found = 0;
+      for (uint32_t place = 0; place < kEntries; ++place) found |= (tags[place] == tag ? 1u : 0u) << place;
+      return found & used;
+#endif
+    }
+    uint32_t place_of(BlockId id) const {
+      uint32_t place = 0;
+      while (place < count && ids[place] != id) ++place;
+      return place < count ? place : kEntries;
+    }
+    void add(uint16_t tag, BlockId id, bool is_away) {
+      tags[count] = tag;
+      ids[count] = id;
+      away = static_cast<uint16_t>(away | (is_away ? 1u : 0u) << count);
+      ++count;
+    }
+    void remove(uint32_t place) {
+      --count;
+      tags[place] = tags[count];
+      ids[place] = ids[count];
+      const uint32_t moved = away >> count & 1u;
+      away = static_cast<uint16_t>((away & ~(1u << count) & ~(1u << place)) | moved << place);
+      if (place == count) away = static_cast<uint16_t>(away & ~(1u << place));
+    }
+  };
+  static_assert(sizeof(Bucket) == 64);
 
   struct Segment {
     Pages memory;
-    uint32_t range = 0;     // homes are 0..range-1
-    uint32_t places = 0;    // places - range take what overflows at the end, the last stays empty
-    uint32_t fill_max = 0;  // entries
+    uint64_t first_spot = 0;  // its leading bits are those that all spots share
+    uint32_t count = 0;       // buckets: a power of two
+    uint32_t fill_max = 0;    // entries
     uint32_t size = 0;
-    uint32_t depth = 0;     // leading bits that all spots share
-    uint32_t tag_from = 0;  // tags are the bits from here on; at most kStaleBitsMax fewer than `depth`
+    uint8_t depth = 0;        // so many
+    uint8_t bucket_bits = 0;  // the bits behind those are the number of the bucket
+    uint8_t tag_from =
+        0;  // tags are the bits from here on; at most kStaleBitsMax lie before the bucket's end
 
-    uint8_t* at(uint32_t place) const { return static_cast<uint8_t*>(memory.base()) + place * kEntryBytes; }
-    uint64_t tag(uint64_t spot) const { return (spot << tag_from) >> (64 - kTagBits); }
-    uint32_t home(uint64_t tag) const {
-      const uint64_t own = tag << (depth - tag_from) & ((uint64_t{1} << kTagBits) - 1);
-      return static_cast<uint32_t>((own * range) >> kTagBits);
+    Bucket* buckets() const { return static_cast<Bucket*>(memory.base()); }
+    uint32_t home(uint64_t spot) const {
+      return bucket_bits == 0 ? 0 : static_cast<uint32_t>((spot << depth) >> (64 - bucket_bits));
     }
-    bool is_sparse() const { return memory.pages() > 1 && size < places / 5; }
-    // The smallest spot with this tag; `spot` is any of the segment.
-    uint64_t first_spot(uint64_t spot, uint64_t tag) const {
-      const uint64_t shared = tag_from == 0 ? 0 : (spot >> (64 - tag_from)) << (64 - tag_from);
-      return shared | (tag << (64 - kTagBits)) >> tag_from;
+    uint16_t tag(uint64_t spot) const { return static_cast<uint16_t>((spot << tag_from) >> (64 - kTagBits)); }
+    uint32_t next(uint32_t at) const { return (at + 1) & (count - 1); }
+    unsigned bucket_end() const { return depth + bucket_bits; }
+    // Of an entry that lies in its own bucket, as far as bucket and tag tell.
+    uint64_t spot(uint32_t at, uint16_t tag) const {
+      return first_spot | uint64_t{at} << (64 - bucket_end()) |
+             (uint64_t{tag} << (64 - kTagBits)) >> tag_from;
     }
-    // The smallest spot of the next segment, 0 behind the last one.
-    uint64_t first_spot_behind(uint64_t spot) const {
-      if (depth == 0) return 0;
-      return ((spot >> (64 - depth)) + 1) << (64 - depth);
-    }
+    bool is_sparse() const { return memory.pages() > 1 && size < count; }
+  };
+  struct Lifted {
+    uint64_t spot;  // as far as it is known
+    BlockId id;
   };
 
   // Keys to spots, in order: log2(1 + key / 2^64) in sixteen straight pieces. Where the pieces begin, and
@@ -261,36 +256,50 @@ class IdTable {
     return (uint64_t{piece} << 60) + static_cast<uint64_t>(along >> 62);
   }
 
-  static BlockId id_of(uint64_t entry) {
-    return static_cast<BlockId>(entry & ((uint64_t{1} << kIdBits) - 1));
-  }
-  // Reads two bytes of the neighbour too: a segment ends with as many to spare.
-  static uint64_t load(const uint8_t* at) {
-    uint64_t entry;
-    std::memcpy(&entry, at, sizeof(entry));
-    return entry & 0xFFFF'FFFF'FFFF;
-  }
-  static void save(uint8_t* at, uint64_t entry) { std::memcpy(at, &entry, kEntryBytes); }
-
   uint32_t segment_of(uint64_t spot) const {
     return directory_[directory_bits_ == 0 ? 0 : spot >> (64 - directory_bits_)];
   }
 
-  static size_t pages_for(size_t entries) {  // a power of two, at a load of 0.5 or less
-    return std::bit_ceil((entries * 2 * kEntryBytes + Pages::kPageBytes) / Pages::kPageBytes);
+  template <class Visit>
+  void each_likely(uint64_t key, Visit visit) const {
+    const uint64_t spot = bend(key);
+    const Segment& segment = segments_[segment_of(spot)];
+    if (segment.size == 0) return;
+    const uint16_t tag = segment.tag(spot);
+    const Bucket* const buckets = segment.buckets();
+    uint32_t at = segment.home(spot);
+    for (uint32_t seen = 0; seen < segment.count; ++seen) {
+      const Bucket& bucket = buckets[at];
+      for (uint32_t found = bucket.matches(tag); found != 0; found &= found - 1)
+        if (visit(bucket.ids[std::countr_zero(found)])) return;
+      if (bucket.passed == 0) return;
+      at = segment.next(at);
+    }
   }
 
-  void erase_at(Segment& segment, uint32_t place) {
-    uint32_t end = place + 1;
-    while (true) {
-      const uint64_t entry = load(segment.at(end));
-      if (entry == 0 || segment.home(entry >> kIdBits) >= end) break;
-      ++end;
+  template <class Visit>
+  static void for_each_in(const Segment& segment, Visit visit) {
+    for (uint32_t at = 0; at < segment.count; ++at) {
+      const Bucket& bucket = segment.buckets()[at];
+      for (uint32_t place = 0; place < bucket.count; ++place) visit(bucket.ids[place]);
     }
-    std::memmove(segment.at(place), segment.at(place + 1), (end - place - 1) * kEntryBytes);
-    save(segment.at(end - 1), 0);
-    --segment.size;
-    --size_;
+  }
+
+  // The segment has room.
+  static void put(Segment& segment, uint64_t spot, BlockId id) {
+    Bucket* const buckets = segment.buckets();
+    const uint32_t home = segment.home(spot);
+    uint32_t at = home;
+    while (buckets[at].count == kEntries) {
+      if (buckets[at].passed != kPassedMax) ++buckets[at].passed;
+      at = segment.next(at);
+    }
+    buckets[at].add(segment.tag(spot), id, at != home);
+    ++segment.size;
+  }
+
+  static size_t pages_for(size_t entries) {  // a power of two, at a load of 0.5 or less
+    return std::bit_ceil((entries * 2 / kEntries + 1) * sizeof(Bucket) / Pages::kPageBytes + 1);
   }
 
   void make_room(uint32_t index) {
@@ -299,20 +308,18 @@ class IdTable {
     // Skewed keys would deepen the directory without end: past this depth a segment grows instead.
     const uint32_t depth_max = static_cast<uint32_t>(std::bit_width(segments_.size())) + 3;
     if (pages >= kSegmentPages && segment.depth < depth_max) return split(index);
-    lift(segment);
-    lay_out(segment, lifted_.data(), lifted_.size(), std::max<size_t>(1, pages * 2));
-  }
-
-  void widen(uint32_t index) {
-    Segment& segment = segments_[index];
-    lift(segment);
-    lay_out(segment, lifted_.data(), lifted_.size(), segment.memory.pages() + 1);
+    const std::span<const Lifted> lifted = lift_for_one_more_bit(segment);
+    lay_out(segment, std::max<size_t>(1, pages * 2));
+    for (const Lifted& entry : lifted) put(segment, entry.spot, entry.id);
   }
 
   void shrink(uint32_t index) {
     Segment& segment = segments_[index];
-    lift(segment);
-    lay_out(segment, lifted_.data(), lifted_.size(), pages_for(segment.size));
+    const std::span<const Lifted> lifted = lift(segment, true);
+    const size_t pages = pages_for(lifted.size());
+    segment.tag_from = static_cast<uint8_t>(segment.depth + std::countr_zero(buckets_in(pages)));
+    lay_out(segment, pages);
+    for (const Lifted& entry : lifted) put(segment, entry.spot, entry.id);
   }
 
   void split(uint32_t index) {
@@ -326,92 +333,82 @@ class IdTable {
     segments_.emplace_back();
     Segment& lower = segments_[index];
     Segment& upper = segments_[fresh];
-    lift(lower);
-    const uint64_t bit = uint64_t{1} << (kIdBits + kTagBits - 1 - (lower.depth - lower.tag_from));
-    const auto middle = std::partition_point(lifted_.begin(), lifted_.end(),
-                                             [bit](uint64_t entry) { return (entry & bit) == 0; });
-    const size_t low_count = static_cast<size_t>(middle - lifted_.begin());
-    const size_t high_count = lifted_.size() - low_count;
-    const uint64_t any_spot = bend(key_of_(id_of(lifted_.front())));
-    upper.depth = ++lower.depth;
-    if (lower.depth - lower.tag_from > kStaleBitsMax) {
-      lower.tag_from = lower.depth;
-      retag(lower, 0, low_count);
-      retag(lower, low_count, lifted_.size());
-    }
+    const std::span<const Lifted> lifted = lift_for_one_more_bit(lower);
+    const uint64_t bit = uint64_t{1} << (63 - lower.depth);
+    const size_t high_count = static_cast<size_t>(std::count_if(
+        lifted.begin(), lifted.end(), [bit](const Lifted& entry) { return (entry.spot & bit) != 0; }));
+    upper.first_spot = lower.first_spot | bit;
+    upper.depth = lower.depth = static_cast<uint8_t>(lower.depth + 1);
     upper.tag_from = lower.tag_from;
-    lay_out(upper, lifted_.data() + low_count, high_count, kSegmentPages);
-    lay_out(lower, lifted_.data(), low_count, kSegmentPages);
+    lay_out(upper, pages_after_split(high_count));
+    lay_out(lower, pages_after_split(lifted.size() - high_count));
+    for (const Lifted& entry : lifted) put((entry.spot & bit) != 0 ? upper : lower, entry.spot, entry.id);
     // The directory cells of the old segment are one run; its upper half now names the new one.
-    const size_t run = size_t{1} << (directory_bits_ - lower.depth + 1);
-    const size_t first = (any_spot >> (64 - directory_bits_)) & ~(run - 1);
-    std::fill_n(directory_.begin() + static_cast<ptrdiff_t>(first + run / 2), run / 2, fresh);
+    const size_t run = size_t{1} << (directory_bits_ - lower.depth);
+    const size_t first = upper.first_spot >> (64 - directory_bits_);
+    std::fill_n(directory_.begin() + static_cast<ptrdiff_t>(first), run, fresh);
   }
 
-  // Gives lifted entries the tags that the segment now wants, and puts those in order that shared one.
-  void retag(const Segment& segment, size_t begin, size_t end) {
-    constexpr size_t kAhead = 16;
-    for (size_t i = begin; i < end; ++i) {
-      if (i + kAhead < end) key_of_.prefetch(id_of(lifted_[i + kAhead]));
-      const BlockId id = id_of(lifted_[i]);
-      const uint64_t entry = segment.tag(bend(key_of_(id))) << kIdBits | id;
-      size_t place = i;
-      for (; place > begin && lifted_[place - 1] > entry; --place) lifted_[place] = lifted_[place - 1];
-      lifted_[place] = entry;
-    }
+  // For a layout in which a bit more of every spot leads to its bucket. Makes the tags fresh where they would
+  // not tell enough then.
+  std::span<const Lifted> lift_for_one_more_bit(Segment& segment) {
+    const unsigned bucket_end = segment.bucket_end() + 1;
+    const bool is_stale = bucket_end > segment.tag_from + kStaleBitsMax;
+    if (is_stale) segment.tag_from = static_cast<uint8_t>(bucket_end);
+    return lift(segment, is_stale);
   }
 
-  // Copies a segment's entries, in order, to lifted_.
-  void lift(const Segment& segment) {
-    lifted_.resize(segment.places);
-    uint64_t* to = lifted_.data();
-    for (uint32_t place = 0; place < segment.places; ++place) {
-      *to = load(segment.at(place));
-      to += *to != 0 ? 1 : 0;
-    }
-    lifted_.resize(segment.size);
-  }
-
-  // Gives the segment `pages` pages, or more where the keys cluster at its end, and spreads the entries over
+  // A copy of the segment's entries, with their spots: whole ones where `read_keys`, else what is known of
   // them.
-  void lay_out(Segment& segment, const uint64_t* entries, size_t count, size_t pages) {
-    uint32_t tail = 0;
-    while (true) {
-      const uint32_t places =
-          static_cast<uint32_t>((pages * Pages::kPageBytes - (sizeof(uint64_t) - kEntryBytes)) / kEntryBytes);
-      const uint32_t slack = 16 + places / 64 + tail;
-      if (slack < places) {
-        segment.range = places - slack;
-        uint32_t end = 0;
-        for (size_t i = 0; i < count; ++i) end = std::max(segment.home(entries[i] >> kIdBits), end) + 1;
-        if (end < places) {
-          segment.places = places;
-          break;
-        }
-        tail += end - places + 32;
+  std::span<const Lifted> lift(const Segment& segment, bool read_keys) {
+    constexpr size_t kAhead = 16;
+    std::vector<Lifted>& lifted = lifted_;
+    lifted.resize(segment.size);
+    Lifted* to = lifted.data();
+    for (uint32_t at = 0; at < segment.count; ++at) {
+      const Bucket& bucket = segment.buckets()[at];
+      for (uint32_t place = 0; place < bucket.count; ++place)
+        *to++ = {segment.spot(at, bucket.tags[place]), bucket.ids[place]};
+      for (uint32_t away = read_keys ? 0 : bucket.away; away != 0; away &= away - 1) {
+        Lifted& entry = *(to - bucket.count + std::countr_zero(away));
+        entry.spot = kUnknown;
+        key_of_.prefetch(entry.id);
       }
-      pages += 1 + tail * kEntryBytes / Pages::kPageBytes;
     }
+    for (size_t i = 0; i < lifted.size(); ++i) {
+      if (read_keys && i + kAhead < lifted.size()) key_of_.prefetch(lifted[i + kAhead].id);
+      if (read_keys || lifted[i].spot == kUnknown) lifted[i].spot = bend(key_of_(lifted[i].id));
+    }
+    return lifted;
+  }
+
+  static size_t pages_after_split(size_t entries) {  // skewed keys may leave one half with too many
+    return std::max(kSegmentPages,
+                    entries * 2 > buckets_in(kSegmentPages) * kEntries ? pages_for(entries) : 0);
+  }
+
+  // Gives the segment `pages` pages, a power of two, with nothing in them.
+  void lay_out(Segment& segment, size_t pages) {
     page_bytes_ -= segment.memory.bytes();
-    segment.memory.resize(pages);
+    segment.memory.renew(pages);
     page_bytes_ += segment.memory.bytes();
-    std::memset(segment.memory.base(), 0, segment.memory.bytes());
-    uint32_t place = 0;
-    for (size_t i = 0; i < count; ++i) {
-      place = std::max(segment.home(entries[i] >> kIdBits), place);
-      save(segment.at(place++), entries[i]);
-    }
-    segment.size = static_cast<uint32_t>(count);
-    segment.fill_max = segment.places * (segment.depth < kBentDepth ? 77 : 110) / 128;
+    segment.count = buckets_in(pages);
+    segment.bucket_bits = static_cast<uint8_t>(std::countr_zero(segment.count));
+    segment.fill_max = segment.count * kEntries * (segment.depth < kBentDepth ? 77 : 124) / 128;
+    segment.size = 0;
+  }
+
+  static uint32_t buckets_in(size_t pages) {
+    return static_cast<uint32_t>(pages * Pages::kPageBytes / sizeof(Bucket));
   }
 
   KeyOf key_of_;
-  std::vector<uint32_t> directory_;  // leading key bits -> index in segments_
+  std::vector<uint32_t> directory_;  // leading bits of a spot -> index in segments_
   uint32_t directory_bits_ = 0;
   std::vector<Segment> segments_;
   size_t size_ = 0;
   size_t page_bytes_ = 0;
-  static inline thread_local std::vector<uint64_t> lifted_;
+  static inline thread_local std::vector<Lifted> lifted_;
 };
 
 // The two keys that a record is found by.

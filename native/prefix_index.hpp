@@ -249,6 +249,8 @@ class PrefixIndex {
   struct Removal {
     Place place;
     BlockId near = kNoBlock;  // the record whose name was removed last
+    int32_t step = 0;         // from the record before to that one, when they are neighbours
+    bool discards = false;    // that record is gone
     Context* context = nullptr;
     std::optional<uint32_t> slot = {};  // of the place in `context`
   };

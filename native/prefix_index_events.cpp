@@ -470,18 +470,29 @@ Removed PrefixIndex::remove(const Place& place, std::span<const uint64_t> engine
   return result;
 }
 
-// Three cache misses wait for each removal, each at an address that the one before it gives: the place in the
+// Three cache misses wait for a removal, each at an address that the one before it gives: the place in the
 // table of names, the record, the place in the table of prefixes. They are fetched kAhead blocks one after
-// the other.
+// the other. Where records are found beside the last one, the tables are wanted only when nobody else holds
+// the blocks.
 void PrefixIndex::prefetch_removal(const Removal& removal, std::span<const uint64_t> engine_hashes,
                                    size_t block) const {
-  const size_t blocks = engine_hashes.size();
-  if (block + 3 * kAhead < blocks) names_.prefetch(mix64(engine_hashes[block + 3 * kAhead]));
-  if (block + 2 * kAhead < blocks)
-    if (const BlockId id = names_.likely(mix64(engine_hashes[block + 2 * kAhead])); id != kNoBlock)
-      pool_.prefetch(id);
-  if (block + kAhead >= blocks || removal.context == nullptr) return;
-  if (const BlockId id = names_.likely(mix64(engine_hashes[block + kAhead])); id != kNoBlock)
+  const auto key = [&](size_t ahead) {
+    return block + ahead < engine_hashes.size() ? mix64(engine_hashes[block + ahead]) : 0;
+  };
+  if (removal.step != 0) {
+    if (!removal.discards || block + kAhead >= engine_hashes.size()) return;
+    const uint64_t ahead = key(kAhead);
+    const BlockRecord* const record =
+        pool_.peek(removal.near + removal.step * static_cast<int32_t>(kAhead + 1));
+    if (record == nullptr || record->name != ahead) return;
+    names_.prefetch(ahead);
+    return removal.context->prefixes.prefetch(record->prefix);
+  }
+  if (block + 3 * kAhead < engine_hashes.size()) names_.prefetch(key(3 * kAhead));
+  if (block + 2 * kAhead < engine_hashes.size())
+    if (const BlockId id = names_.likely(key(2 * kAhead)); id != kNoBlock) pool_.prefetch(id);
+  if (block + kAhead >= engine_hashes.size() || removal.context == nullptr) return;
+  if (const BlockId id = names_.likely(key(kAhead)); id != kNoBlock)
     removal.context->prefixes.prefetch(pool_[id].prefix);
 }
 
@@ -522,11 +533,16 @@ uint64_t PrefixIndex::remove_name(Removal& removal, uint64_t key, Tick now) {
     const bool held = holds(slot, id, now);
     const uint64_t more = copies_.get(key, context->id, slot);
     touch(key);
-    if (id != kNoBlock) removal.near = id;
+    if (id != kNoBlock) {
+      const bool is_beside = removal.near != kNoBlock && (id == removal.near - 1 || id == removal.near + 1);
+      removal.step = is_beside ? static_cast<int32_t>(id - removal.near) : 0;
+      removal.near = id;
+    }
     if (held && more != 0)
       copies_.set(key, context->id, slot, more - 1);
     else
       disown(*context, slot, name, now);
+    removal.discards = id != kNoBlock && pool_.is_free(id);
     removed += held ? 1 : 0;
   }
   return removed;

@@ -73,12 +73,7 @@ BlockId PrefixIndex::some_record(const Context& context) {
 void PrefixIndex::choose_victims(Context& context) {
   std::vector<std::pair<Tick, BlockId>> seen;
   if (context.prefixes.size() <= kSample) {
-    uint64_t cursor = 0;
-    for (bool done = false; !done;)
-      context.prefixes.sweep(cursor, done, kSample, [&](BlockId id) {
-        seen.emplace_back(Tick{pool_[id].last_seen}, id);
-        return true;
-      });
+    context.prefixes.for_each([&](BlockId id) { seen.emplace_back(Tick{pool_[id].last_seen}, id); });
   } else {
     for (size_t i = 0; i < kSample; ++i) {
       const BlockId id = some_record(context);

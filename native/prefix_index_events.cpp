@@ -156,11 +156,12 @@ Stored PrefixIndex::store_hashed(const Place& place, uint32_t id, std::span<cons
 }
 
 // What the source calls `engine_hash`: in one context or, when that is null, in any; of several slots that
-// name it so, the preferred place comes first, then the others by tier, group and context.
+// name it so, the preferred place comes first, then the others by tier, group and the context's seed, which
+// is the same in every process.
 std::optional<PrefixIndex::Named> PrefixIndex::resolve(uint32_t source, uint64_t engine_hash, Tick now,
                                                        const Context* only, const Place* preferred) {
   std::optional<Named> best;
-  std::array<uint32_t, 4> best_rank{};
+  std::array<uint64_t, 4> best_rank{};
   for (const Name* name = names_.find(mix64(engine_hash)); name != nullptr; name = names_.next_equal(name)) {
     Context* const context = find_context(sets_.context(name->owners));
     if (context == nullptr || (only != nullptr && context != only)) continue;
@@ -170,7 +171,7 @@ std::optional<PrefixIndex::Named> PrefixIndex::resolve(uint32_t source, uint64_t
       const Slot& slot = context->slots[number];
       const bool is_preferred =
           preferred != nullptr && slot.tier == preferred->tier && slot.group == preferred->group;
-      const std::array<uint32_t, 4> rank{is_preferred ? 0u : 1u, slot.tier, slot.group, context->id};
+      const std::array<uint64_t, 4> rank{is_preferred ? 0u : 1u, slot.tier, slot.group, context->seed};
       if ((best && rank >= best_rank) || !sets_.contains(name->owners, number)) continue;
       if (!holds(*context, number, name->prefix, now)) continue;
       best = Named{context, name->prefix};

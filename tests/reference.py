@@ -171,7 +171,8 @@ class ReferenceIndex:
         stored = unknown = 0
         for engine_hash in _uint64s(engine_hashes, "engine_hashes"):
             known = sorted(
-                slot for slot, names in self._names.items() if slot[0] == source and engine_hash in names
+                (slot for slot, names in self._names.items() if slot[0] == source and engine_hash in names),
+                key=lambda slot: (slot[1], slot[2], self._contexts[slot[3]].seed),
             )
             if known:
                 context = known[0][3]

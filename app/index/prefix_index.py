@@ -41,8 +41,8 @@ orphans
   make room (one that is larger than the bound is dropped itself, alone). Only these drops are reported by
   `orphan_drops`, not expiry, clears or the eviction of a context.
 place(source, tier, group, engine_hashes)  blocks known by name only (placeholders)
-  Each E is looked up among all names of the source: by (tier, group, context) ascending. Found: (E, P) is stored as
-  above in the slot of that context. Unknown: counted, nothing else.
+  Each E is looked up among all names of the source: by (tier, group, seed of the context) ascending. Found: (E, P) is
+  stored as above in the slot of that context. Unknown: counted, nothing else.
 store_prefixes(source, context, tier, group, engine_hashes, prefix_hashes, copies)
   Blocks whose prefix hashes are known: each (E, P) is stored as above in that slot, but there are `copies` of it
   afterwards (1 where none are given), however many there were. So the same again changes nothing.
@@ -379,7 +379,16 @@ class PrefixIndex:
             raise InvalidInput("each block needs 8 bytes of name and of prefix hash", field="prefix_hashes")
         return StoreResult(
             *self._core.store_hashed(
-                source, context, tier, group, engine_hashes, chain_from, prefix_hashes, contents, now, count_copies
+                source,
+                context,
+                tier,
+                group,
+                engine_hashes,
+                chain_from,
+                prefix_hashes,
+                contents,
+                now,
+                count_copies,
             )
         )
 

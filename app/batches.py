@@ -184,6 +184,16 @@ class Batches:
             self._count_rejected(source, sifted.rejected)
             raise BatchRejected(sifted.rejected)
 
+    def check_sender(self, pod: str, model: str | None, dp_rank: int) -> None:
+        """See IndexerService.check_sender."""
+        known = self._registry.pods.get(pod)
+        if known is None and not model:
+            detail = f"pod {pod!r} is not registered: its first batch must name the model"
+            raise InvalidInput(detail, field="model")
+        if known is not None:
+            self._registry.check_model(known, model)
+        self._registry.check_rank(dp_rank)
+
     def _examine(
         self,
         pod: str,
@@ -193,13 +203,8 @@ class Batches:
         seq: int | None,
         digest: int | None,
     ) -> _Examined:
+        self.check_sender(pod, model, dp_rank)
         known = self._registry.pods.get(pod)
-        if known is None and not model:
-            detail = f"pod {pod!r} is not registered: its first batch must name the model"
-            raise InvalidInput(detail, field="model")
-        if known is not None:
-            self._registry.check_model(known, model)
-        self._registry.check_rank(dp_rank)
         source = known.sources.get(dp_rank) if known is not None else None
         restarted = source is not None and _restarted(source, seq, digest)
         if source is not None and _seen(source, seq) and not restarted:

@@ -208,6 +208,10 @@ class IndexerService:
         """Raises what `post` would, and changes nothing."""
         self._batches.check(pod, batch, model=model, dp_rank=dp_rank, seq=seq, digest=digest)
 
+    def check_sender(self, pod: str, model: str | None, dp_rank: int) -> None:
+        """Raises what `post` would for whatever batch of this sender."""
+        self._batches.check_sender(pod, model, dp_rank)
+
     def apply(
         self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None, digest: int | None = None
     ) -> BatchResult:

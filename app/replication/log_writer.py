@@ -79,6 +79,8 @@ class LogWriter:
     ) -> BatchResult:
         if not self._coder.is_under_way(pod, dp_rank):
             self._service.check(pod, batch, model=model, dp_rank=dp_rank, seq=seq, digest=digest)
+        elif not self._coder.is_changing(pod):
+            self._service.check_sender(pod, model, dp_rank)
         coded, ticket = self._coder.code(
             pod,
             dp_rank,

@@ -280,7 +280,11 @@ def answers(member: Lone, paths: list[Path]) -> list[Any]:
 def shown(answer: FuzzyAnswer) -> list[Any]:
     """Without the prefix that stands for several equal ones: that is the first that came, of whatever pod."""
     return [
-        (block.token_offset, block.kind, sorted((m.pod, m.dp_rank, m.hamming_distance) for m in block.matches))
+        (
+            block.token_offset,
+            block.kind,
+            sorted((m.pod, m.dp_rank, m.hamming_distance) for m in block.matches),
+        )
         for block in answer.blocks
     ]
 

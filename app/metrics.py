@@ -118,6 +118,7 @@ _PART_GAUGES = {
     },
     "replication": {
         "lag_seconds": "Age of the newest group applied here, while the log has newer ones",
+        "away_seconds": "Time since the log could be read last; 0 while it can be",
         "partitions_in_trouble": "Partitions of the log that are not read now",
         "outbox_entries": "Accepted entries that the log has not given back yet",
         "outbox_bytes": "Their bytes",

@@ -20,7 +20,7 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import msgspec
@@ -188,6 +188,27 @@ class Registry:
     def lose(self, source: Source, cause: str) -> None:
         """Something of this source was lost for good."""
         self._change(source, cause, incomplete=True)
+
+    def set_away(self, pods: Iterable[Pod], cause: str) -> None:
+        """What is told of these pods does not come through now, and why; "" when it does again. One line in the log
+        of whoever finds out, none here. O(their sources)."""
+        for pod in pods:
+            for source in pod.sources.values():
+                before = source.state
+                source.away_cause = cause
+                if source.state is before:
+                    continue
+                self._publish(source)
+                if self._live.is_heard:
+                    self._live.tell(
+                        "state",
+                        pod=source.pod,
+                        dp_rank=source.dp_rank,
+                        state=source.state.value,
+                        state_before=before.value,
+                        cause=source.cause,
+                        last_seq=source.last_seq,
+                    )
 
     def clear_gpu(self, source: Source) -> None:
         """The engine reset its prefix cache: the GPU picture is true again, other tiers are as they were."""

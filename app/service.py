@@ -293,6 +293,11 @@ class IndexerService:
         source.restarts += restarted
         self._registry.reset(source, "the engine restarted" if restarted else "its deadline is past")
 
+    def set_away(self, cause: str, *, concerns: Callable[[str], bool]) -> None:
+        """What is told of the pods that it concerns does not come through now: their ranks are degraded for as long.
+        "" when it does again. O(ranks)."""
+        self._registry.set_away([pod for name, pod in self.pods.items() if concerns(name)], cause)
+
     def ask_before_silence(self, ask: Callable[[str, int], None]) -> None:
         """From now on nobody is reset for silence on this process's clock alone: `ask(pod, rank)` is told, once
         after each batch, and whoever decides calls `silence`."""

@@ -203,6 +203,10 @@ class Applier:
             service.silence(entry.pod, entry.dp_rank)
         return None
 
+    def set_away(self, partition: int, cause: str) -> None:
+        """The partition is not read now, and why; "" when it is again."""
+        self._service.set_away(cause, concerns=functools.partial(self._is_here, partition))
+
     def heard(self, pod: str, dp_rank: int) -> str:
         """The position of the last batch that was posted for this rank; "" where there is none."""
         heard = self.state.heard.get(pod, [])

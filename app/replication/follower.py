@@ -1,6 +1,7 @@
 """Reads the log and hands it to the applier, one task a partition.
 
-While Redis is away the picture stays as it is and is served; on return reading goes on from the position. Before that,
+While Redis is away the picture stays as it is and is served, and its pods' rows say that they are degraded and why; on
+return reading goes on from the position. Before that,
 and at the start, it is made sure that it is still the same log: the last group that was applied here must be there. If
 it is not, Redis has lost what it had, or it was trimmed past this replica; then nothing more is applied, the
 partition says so (`trouble`), the replica is not ready, and it looks again from time to time.
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 SLICE_S = 0.002
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # between one try and the next
+FAILURES_TOLD = (
+    2  # in a row, from which on the partition is away: a connection that only broke is made anew before
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -34,6 +38,7 @@ class PartitionState:
     entered: bool = False  # it has been read to its end since the start
     caught_up: bool = False  # all that was there at the last look has been applied
     trouble: str = "the log has not been read yet"  # "" while it is being read
+    away_since_s: float | None = None  # Unix time; None: rows do not say so
 
 
 class LogBroken(LogAway):
@@ -55,8 +60,9 @@ class Follower:
         self.counts = {"read_groups": 0, "read_bytes": 0, "reconnects": 0, "read_failures": 0}
 
     def lag_s(self, partition: int) -> float:
-        """By how much the newest group applied here is older than now, while there are newer ones; else 0."""
-        if self.partitions[partition].caught_up:
+        """By how much the newest group applied here is older than now, while there are newer ones to be read; else 0."""
+        state = self.partitions[partition]
+        if state.caught_up or state.trouble:
             return 0.0
         milliseconds, _ = order(self._applier.state.positions[partition])
         return max(0.0, self._wall() - milliseconds / 1000) if milliseconds else 0.0
@@ -64,6 +70,12 @@ class Follower:
     async def caught_up_once(self) -> None:
         """Returns when every partition has been read to its end since the start."""
         await self._caught_up.wait()
+
+    @property
+    def away_s(self) -> float:
+        """For how long a partition has not been read, the longest."""
+        since = [state.away_since_s for state in self.partitions if state.away_since_s is not None]
+        return max(0.0, self._wall() - min(since)) if since else 0.0
 
     @property
     def trouble(self) -> str:
@@ -89,6 +101,9 @@ class Follower:
                     logger.warning("partition %d of the log is not read: %s", partition, error)
                 state.trouble = str(error)
                 state.caught_up = False
+                if failures + 1 == FAILURES_TOLD:
+                    state.away_since_s = state.away_since_s or self._wall()
+                    self._applier.set_away(partition, f"the log is away: {error}")
                 await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
                 failures += 1
 
@@ -115,7 +130,8 @@ class Follower:
             raise LogBroken(f"the log does not have the group {position}, which was applied here")
 
     async def _read(self, partition: int, state: PartitionState) -> None:
-        groups = await self._log.read(partition, self._applier.state.positions[partition])
+        position = self._applier.state.positions[partition]
+        groups = await self._log.read(partition, position, wait=state.caught_up)
         state.caught_up = False
         slice_ends_s = time.perf_counter() + SLICE_S
         for position, data in groups:
@@ -126,6 +142,9 @@ class Follower:
                 await asyncio.sleep(0)
                 slice_ends_s = time.perf_counter() + SLICE_S
         state.caught_up = len(groups) < GROUPS_PER_READ
+        if state.caught_up and state.away_since_s is not None:
+            state.away_since_s = None
+            self._applier.set_away(partition, "")
         if state.caught_up and not state.entered:
             state.entered = True
             if all(other.entered for other in self.partitions):

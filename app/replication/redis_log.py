@@ -72,13 +72,12 @@ class RedisLog:
             position = await self._writer.xadd(self._stream(partition), {_FIELD: group})
         return _text(position)
 
-    async def read(self, partition: int, after: str) -> list[tuple[str, bytes]]:
-        """(position, group) of what comes next; nothing when nothing came for BLOCK_S."""
+    async def read(self, partition: int, after: str, *, wait: bool) -> list[tuple[str, bytes]]:
+        """(position, group) of what comes next; nothing when there is nothing, and with `wait` for BLOCK_S."""
         stream = self._stream(partition)
+        block = int(BLOCK_S * 1000) if wait else None
         async with _away_is_told():
-            found = await self._reader.xread(
-                {stream: after}, count=GROUPS_PER_READ, block=int(BLOCK_S * 1000)
-            )
+            found = await self._reader.xread({stream: after}, count=GROUPS_PER_READ, block=block)
         return [
             (_text(position), fields[_FIELD])
             for _, messages in found or ()

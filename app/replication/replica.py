@@ -152,6 +152,7 @@ class Replica:
             "log": state.log,
             "positions": list(state.positions),
             "lag_s": max(map(self._follower.lag_s, range(self._partitions))),
+            "away_s": self._follower.away_s,
             "trouble": self._follower.trouble or self._outbox.trouble,
             "outbox_entries": self._outbox.entries,
             "outbox_bytes": self._outbox.bytes,
@@ -162,6 +163,7 @@ class Replica:
     def gauges(self) -> Mapping[str, float]:
         return {
             "lag_seconds": max(map(self._follower.lag_s, range(self._partitions))),
+            "away_seconds": self._follower.away_s,
             "partitions_in_trouble": sum(bool(state.trouble) for state in self._follower.partitions),
             "outbox_entries": self._outbox.entries,
             "outbox_bytes": self._outbox.bytes,

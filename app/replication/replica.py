@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from app.config import Settings
@@ -25,7 +25,7 @@ from app.replication.applier import Applier
 from app.replication.coder import Coder
 from app.replication.entries import VERSION
 from app.replication.follower import Follower
-from app.replication.log_writer import LogWriter
+from app.replication.log_writer import FeedWriter, LogWriter
 from app.replication.outbox import Outbox
 from app.replication.redis_log import RedisLog, Terms
 from app.service import IndexerService
@@ -129,6 +129,19 @@ class Replica:
             except IndexerError as error:
                 logger.error("pod %s of the configuration is not registered: %s", spec.name, error)
             self._unregistered.pop(0)
+
+    # -- for whoever follows streams under leases
+
+    def feed(self, epoch_of: Callable[[str], int]) -> FeedWriter:
+        """The writer of a ZmqIngest; `epoch_of` is this replica's lease of a pod."""
+        return self.writer.feed(epoch_of)
+
+    def is_blocked(self) -> bool:
+        """The outbox has no room for what is followed; `on_room` is told when it has again."""
+        return self._outbox.is_full
+
+    def on_room(self, listener: Callable[[], None]) -> None:
+        self._outbox.room_listeners.append(listener)
 
     # -- how it goes
 

@@ -57,6 +57,7 @@ from app.router import Router
 from app.service import IndexerService, index_limits
 from app.snapshots.keeper import SnapshotKeeper
 from app.tokenizer.front import Tokenizer
+from app.tracing import Spans, open_spans
 
 logger = logging.getLogger(__name__)
 
@@ -111,13 +112,14 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
             service.register(spec)
         except IndexerError as error:
             raise InvalidSettings(f"pod {spec.name!r}: {error}") from error
+    spans = open_spans(settings)
     readiness = Readiness(service, specs, clock=clock, grace_s=settings.ready_grace_s)
     app = Application(
         title="kvindexer",
         version=__version__,
         description=DESCRIPTION,
         lifespan=lambda _app: _lifespan(
-            settings, service, ingest, metrics, readiness, loads, tokenizer, snapshots
+            settings, service, ingest, metrics, readiness, loads, tokenizer, snapshots, spans
         ),
     )
     wiring = Wiring(settings, service, metrics, clock, readiness.missing, router, tokenizer)
@@ -137,7 +139,12 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         app.include_router(resource.router)
     # From the inside out. What must hold for every request (metrics; a check of keys, when there is one) stands
     # outside of the short way, so that no request can go around it.
-    app.front = RequestObservation(ShortWay(app.framework, wiring=wiring), metrics=metrics)
+    app.front = RequestObservation(
+        ShortWay(app.framework, wiring=wiring),
+        metrics=metrics,
+        access_log_every=settings.access_log_every,
+        spans=spans,
+    )
     pages.install(app)
     problems.install(app)
     document.install(app)
@@ -204,6 +211,7 @@ async def _lifespan(
     loads: Loads,
     tokenizer: Tokenizer,
     snapshots: SnapshotKeeper | None,
+    spans: Spans | None,
 ) -> AsyncIterator[None]:
     if snapshots is not None:
         for spec in await snapshots.restore():
@@ -224,6 +232,8 @@ async def _lifespan(
         ingest.stop()
         if snapshots is not None:
             await snapshots.stop(settings.snapshot_grace_s)
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
 
 
 async def _tick(service: IndexerService, metrics: Metrics, interval_s: float) -> None:

@@ -82,6 +82,9 @@ class Problem(BaseModel):
     detail: str
     errors: list[Fault]
     bound: str | None = Field(None, description="The setting whose bound was met.")
+    request_id: str | None = Field(
+        None, description="The `X-Request-ID` of the answer; the indexer's log has it too."
+    )
 
 
 # -- events

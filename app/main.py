@@ -103,6 +103,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
                 "snapshot": (snapshots.gauges, snapshots.counters) if snapshots else (dict, dict),
                 "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
             },
+            clock=clock,
         )
     )
     ingest = ZmqIngest(service, _zmq_settings(settings), decode=functools.partial(_decode, metrics))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextvars import ContextVar
 
 import msgspec
@@ -32,12 +32,8 @@ class Trace(msgspec.Struct, frozen=True):
     """What a `traceparent` says: lower-case hexadecimal, never zeros."""
 
     trace_id: str
-    span_id: str  # of the caller
+    span_id: str  # of the caller, or ours where we make one
     sampled: bool
-
-    def header(self) -> str:
-        """The `traceparent` for whoever is asked on behalf of this request."""
-        return f"00-{self.trace_id}-{self.span_id}-{int(self.sampled):02x}"
 
 
 class Correlation(msgspec.Struct, frozen=True):
@@ -87,14 +83,3 @@ def read_traceparent(value: bytes) -> Trace | None:
     if _ZEROS.fullmatch(trace_id) or _ZEROS.fullmatch(span_id):
         return None
     return Trace(trace_id.decode("ascii"), span_id.decode("ascii"), bool(int(flags, 16) & 1))
-
-
-def passed_on() -> Mapping[str, str]:
-    """The headers for a request that is made on behalf of the present one."""
-    correlation = CURRENT.get()
-    if correlation is None:
-        return {}
-    headers = {"X-Request-ID": correlation.request_id}
-    if correlation.trace is not None:
-        headers["traceparent"] = correlation.trace.header()
-    return headers

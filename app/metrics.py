@@ -302,7 +302,9 @@ def _pod_families(pods: Iterable[Pod]) -> Iterator[Metric]:
 
 def _source_families(pods: Iterable[Pod], now_s: float) -> Iterator[Metric]:
     states = _gauge("source_state", "1 for the present state of each source", "pod", "dp_rank", "state")
-    ages = _gauge("source_last_event_age_seconds", "Time since the last batch of each source", "pod", "dp_rank")
+    ages = _gauge(
+        "source_last_event_age_seconds", "Time since the last batch of each source", "pod", "dp_rank"
+    )
     counters = {
         key: _counter(name, documentation, "pod", "dp_rank")
         for key, (name, documentation) in _SOURCE_COUNTERS.items()

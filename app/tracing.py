@@ -5,7 +5,8 @@ A span costs tens of microseconds, many times what a match does. So without a tr
 batches, from a thread of the SDK whose queue is bounded (2,048 spans, past it they are lost and the log says so); a
 collector that is away costs that thread its patience and no request anything.
 
-The packages come with the extra `otel`; nothing of them is imported without an endpoint. What the SDK itself reads
+The packages come with the extra `otel`; nothing of them is imported without an endpoint, and no
+provider is made global, so no other library writes spans here. What the SDK itself reads
 from the environment (`OTEL_RESOURCE_ATTRIBUTES`, `OTEL_EXPORTER_OTLP_HEADERS` ...) holds.
 """
 

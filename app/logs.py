@@ -5,8 +5,12 @@ ids where there is a request, and the fields that the caller gave as `extra`. Th
 fields say, so that nobody needs the fields to understand a line.
 
 Names of pods, paths and causes come from outside. So a line stays one line: control characters are written as
-escapes, a traceback is indented below, and what is longer than CHARS_MAX is cut. Lines are written where they are
-logged, by the thread that logs; there is none for an event or, unless `access_log_every` asks for it, for a request.
+escapes, a traceback is indented below, and what is longer than CHARS_MAX is cut; and what a peer can do wrong
+again and again is said ever more rarely.
+
+Lines are written where they are logged, by the thread that logs: none is lost when the process ends badly, and a
+reader of standard error that stands still stops the process. So there is none for an event or, unless
+`access_log_every` asks for it, for a request.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import json
 import logging
 import sys
 import textwrap
+from collections import Counter
 from typing import Any, TextIO
 
 from app.config import LogFormat, LogLevel
@@ -45,6 +50,30 @@ def configure(level: LogLevel, form: LogFormat, stream: TextIO | None = None) ->
     logging.captureWarnings(True)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
+    server = logging.getLogger("uvicorn.error")
+    if not any(isinstance(known, Rarely) for known in server.filters):
+        server.addFilter(Rarely())
+
+
+class Rarely(logging.Filter):
+    """Passes the 1st, 2nd, 4th, 8th ... warning of each place in the code, with the count.
+
+    For the HTTP server, whose warnings are what its peers do wrong: whoever can connect could fill a disk.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: Counter[tuple[str, int]] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        place = record.pathname, record.lineno
+        count = self._counts[place] = self._counts[place] + 1
+        if count & (count - 1):
+            return False
+        record.msg, record.args = f"{record.getMessage()} ({count} in all)", None
+        return True
 
 
 class JsonFormatter(logging.Formatter):

@@ -22,7 +22,7 @@ from app import logs
 from app.config import LogFormat
 from app.correlation import CURRENT, Correlation, Trace
 from tests.api.conftest import stored
-from tests.test_serving import ROOT, serving
+from tests.test_serving import ROOT, send_raw, serving
 
 STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 CONSOLE_LINE = re.compile(rf"{STAMP} (DEBUG|INFO|WARNING|ERROR|CRITICAL) +[\w.]+: .*")
@@ -229,3 +229,14 @@ def test_a_fault_is_one_line_with_its_request_and_its_traceback() -> None:
     faults = [line for line in map(json.loads, text.splitlines()) if line["level"] == "error"]
     assert [line["request_id"] for line in faults] == ["r-1", "r-1"]
     assert all("RuntimeError: made by the test" in line["traceback"] for line in faults)
+
+
+def test_what_a_peer_does_wrong_is_said_ever_more_rarely() -> None:
+    with serving("serve", "--port", "0", KVINDEXER_LOG_FORMAT="json") as (process, port):
+        for _ in range(11):
+            assert b"400" in send_raw(port, b"this is no HTTP\r\n\r\n")
+        process.terminate()
+        _, text = process.communicate(timeout=30)
+    lines = [json.loads(line) for line in text.splitlines()]
+    said = [line["message"] for line in lines if line["level"] == "warning"]
+    assert said == [f"Invalid HTTP request received. ({count} in all)" for count in (1, 2, 4, 8)]

@@ -276,9 +276,16 @@ def test_two_hundred_pods_fit(browser: Browser, indexer: Indexer, name: str, wid
             "the page scrolls sideways"
         )
         assert page.evaluate("document.documentElement.dataset.theme") == scheme
+        ask(page, " ".join(map(str, PROMPT)))
+        answer = page.locator("#answer")
+        expect(answer).to_contain_text("200 sources hold the beginning, the best 64 are drawn.")
+        expect(answer.locator(".grid tr")).to_have_count(64)
+        expect(answer.locator("#candidates tbody tr")).to_have_count(64)
+        expect(answer.locator("#fuzzy tbody tr")).to_have_count(64)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the answer does"
+        take(page, f"200-pods-{name}")
         page.get_by_label("Find").fill("pod-19")
         expect(page.locator("#pods tbody tr")).to_have_count(10)
-        take(page, f"200-pods-{name}")
 
 
 @pytest.mark.parametrize(("name", "width", "scheme"), [("phone", 390, "light"), ("dark", 1280, "dark")])

@@ -31,12 +31,15 @@ REQUEST = Correlation("r-1", Trace("ab" * 16, "cd" * 8, True))
 
 @pytest.fixture
 def untouched() -> Iterator[None]:
-    """The root logger as it was before."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    """Loggers at their defaults, and afterwards as they were before."""
+    loggers = [logging.getLogger(name) for name in ("", "uvicorn.error", "httpx", "httpcore")]
+    before = [(logger.handlers[:], logger.filters[:], logger.level) for logger in loggers]
+    for logger in loggers[1:]:
+        logger.setLevel(logging.NOTSET)
     yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
+    for logger, (handlers, filters, level) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.filters[:] = handlers, filters
+        logger.setLevel(level)
     logging.captureWarnings(False)
 
 

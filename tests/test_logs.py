@@ -32,14 +32,15 @@ REQUEST = Correlation("r-1", Trace("ab" * 16, "cd" * 8, True))
 @pytest.fixture
 def untouched() -> Iterator[None]:
     """Loggers at their defaults, and afterwards as they were before."""
-    loggers = [logging.getLogger(name) for name in ("", "uvicorn.error", "httpx", "httpcore")]
-    before = [(logger.handlers[:], logger.filters[:], logger.level) for logger in loggers]
-    for logger in loggers[1:]:
-        logger.setLevel(logging.NOTSET)
+    loggers = [logging.getLogger(name) for name in ("", "uvicorn", "uvicorn.error", "httpx", "httpcore")]
+    before = [(one.handlers[:], one.filters[:], one.propagate, one.level) for one in loggers]
+    for one in loggers[1:]:  # a server that an earlier test ran has set them up in its own way
+        one.handlers[:], one.filters[:], one.propagate = [], [], True
+        one.setLevel(logging.NOTSET)
     yield
-    for logger, (handlers, filters, level) in zip(loggers, before, strict=True):
-        logger.handlers[:], logger.filters[:] = handlers, filters
-        logger.setLevel(level)
+    for one, (handlers, filters, propagate, level) in zip(loggers, before, strict=True):
+        one.handlers[:], one.filters[:], one.propagate = handlers, filters, propagate
+        one.setLevel(level)
     logging.captureWarnings(False)
 
 

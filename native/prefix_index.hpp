@@ -139,6 +139,17 @@ class PrefixIndex {
   Stored store_prefixes(const Place& place, uint32_t context, std::span<const uint64_t> engine_hashes,
                         std::span<const uint64_t> prefixes, std::span<const uint64_t> copies, Tick now,
                         bool count_copies);
+  // A `store` whose hashes were computed elsewhere; `chain_from` is the prefix before the first block, none
+  // for a root event. `contents` are those of the leading blocks without extra keys.
+  Stored store_hashed(const Place& place, uint32_t context, std::span<const uint64_t> engine_hashes,
+                      std::optional<uint64_t> chain_from, std::span<const uint64_t> prefixes,
+                      std::vector<Content> contents, Tick now, bool count_copies);
+  // The prefix on which `store` would chain a child of `parent`.
+  std::optional<uint64_t> chain_of(const Place& place, uint32_t context, uint64_t parent, Tick now) {
+    const std::optional<Named> named =
+        resolve(place.source, parent, now, contexts_.at(context).get(), &place);
+    return named ? std::optional(named->prefix) : std::nullopt;
+  }
   Removed remove(const Place& place, std::span<const uint64_t> engine_hashes, Tick now);
   void clear(uint32_t source, std::optional<uint32_t> tier, std::optional<uint32_t> context);
 
@@ -225,6 +236,7 @@ class PrefixIndex {
     std::span<const uint64_t> engine_hashes = {}, prefixes = {};
     std::span<const uint64_t> copies = {};  // empty: they are counted; else this is how many there are
     const uint8_t* tokens = nullptr;        // of all blocks; null: not known
+    std::vector<Content> contents = {};     // of the plain blocks, where their tokens are not known
     size_t plain = 0;                       // leading blocks on whose chains nobody has extra keys
     BlockId before = kNoBlock;              // of the block before the next one
     bool in_order = true;                   // the last block lay behind the one before it

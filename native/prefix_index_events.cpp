@@ -143,12 +143,27 @@ Stored PrefixIndex::store_prefixes(const Place& place, uint32_t id, std::span<co
   return {store_frame(use(id), std::move(frame), now, count_copies), 0, 0};
 }
 
+Stored PrefixIndex::store_hashed(const Place& place, uint32_t id, std::span<const uint64_t> engine_hashes,
+                                 std::optional<uint64_t> chain_from, std::span<const uint64_t> prefixes,
+                                 std::vector<Content> contents, Tick now, bool count_copies) {
+  orphans_.expire(now, limits_.ttl);
+  Context& context = use(id);
+  Frame frame{.place = place, .engine_hashes = engine_hashes, .prefixes = prefixes};
+  const BlockId parent = chain_from ? context.prefixes.find(*chain_from) : kNoBlock;
+  if (!chain_from || (parent != kNoBlock && pool_[parent].is_plain)) frame.plain = contents.size();
+  frame.contents = std::move(contents);
+  frame.before = parent;
+  frame.restating = !chain_from && engine_hashes.size() > 1;
+  return {store_frame(context, std::move(frame), now, count_copies), 0, 0};
+}
+
 // What the source calls `engine_hash`: in one context or, when that is null, in any; of several slots that
-// name it so, the preferred place comes first, then the others by tier, group and context.
+// name it so, the preferred place comes first, then the others by tier, group and the context's seed, which
+// is the same in every process.
 std::optional<PrefixIndex::Named> PrefixIndex::resolve(uint32_t source, uint64_t engine_hash, Tick now,
                                                        const Context* only, const Place* preferred) {
   std::optional<Named> best;
-  std::array<uint32_t, 4> best_rank{};
+  std::array<uint64_t, 4> best_rank{};
   each_name(mix64(engine_hash), [&](const Naming& name) {
     const SetId owners = owners_of(name);
     Context* const context = find_context(sets_.context(owners));
@@ -160,7 +175,7 @@ std::optional<PrefixIndex::Named> PrefixIndex::resolve(uint32_t source, uint64_t
       const Slot& slot = context->slots[number];
       const bool is_preferred =
           preferred != nullptr && slot.tier == preferred->tier && slot.group == preferred->group;
-      const std::array<uint32_t, 4> rank{is_preferred ? 0u : 1u, slot.tier, slot.group, context->id};
+      const std::array<uint64_t, 4> rank{is_preferred ? 0u : 1u, slot.tier, slot.group, context->seed};
       if ((best && rank >= best_rank) || !sets_.contains(owners, number)) continue;
       if (!holds(number, id, now)) continue;
       best = Named{context, pool_[id].prefix, id};
@@ -247,9 +262,12 @@ void PrefixIndex::store_block(Context& context, Frame& frame, Tick now, bool cou
   }
   BlockRecord& record = pool_[id];
   record.last_seen = now;
-  if (told && block < frame.plain && frame.tokens != nullptr && !record.is_plain) {
+  if (told && block < frame.plain && !record.is_plain) {
     record.is_plain = true;
-    contents_.born(context.id, prefix, frame.tokens + block * context.block_bytes, context.block_bytes);
+    if (frame.tokens != nullptr)
+      contents_.born(context.id, prefix, frame.tokens + block * context.block_bytes, context.block_bytes);
+    else
+      contents_.born(context.id, prefix, frame.contents[block]);
   }
   if (marks_ != 0) confirm(context, prefix, context.slots[*frame.slot].local);
 }

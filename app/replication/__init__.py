@@ -1,0 +1,1 @@
+"""Beyond one process: replicas that share a Redis."""

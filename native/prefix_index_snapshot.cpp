@@ -156,6 +156,12 @@ uint32_t PrefixIndex::import_slot(uint32_t context, const Place& place) {
   return slot_of(*contexts_.at(context), place);
 }
 
+// How much is about to come, in all and of one context. A guess is good enough.
+void PrefixIndex::import_sizes(size_t names, uint32_t context, size_t prefixes) {
+  names_.reserve(names);
+  contexts_.at(context)->prefixes.reserve(std::min(prefixes, size_t{limits_.prefixes_per_context_max}));
+}
+
 bool PrefixIndex::import_frame(std::span<const uint8_t> bytes, const SlotMap& slots, const Aging& aging) {
   FrameReader in(bytes);
   for (size_t left = in.count(12); left != 0; --left) {

@@ -133,6 +133,7 @@ class Leases:
         ]
         self._wanted: dict[str, _Partition] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
         self._counters = LeaseCounters()
 
     # -- PodListener
@@ -194,10 +195,7 @@ class Leases:
 
     async def stop(self) -> None:
         """Gives up every lease, and what Redis knows of this replica: the others need not wait for the ttl."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        await self._end_tasks()
         for partition in self._partitions:
             if partition.expiry is not None:
                 partition.expiry.cancel()
@@ -205,6 +203,14 @@ class Leases:
             for pod in list(partition.held):
                 self._lose(partition, pod)
         await asyncio.gather(*(self._leave(partition) for partition in self._partitions))
+
+    async def _end_tasks(self) -> None:
+        # Python 3.11 can lose a cancellation in asyncio.wait_for, which the client sends its commands with.
+        self._stopping = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
 
     async def _leave(self, partition: _Partition) -> None:
         try:
@@ -216,7 +222,7 @@ class Leases:
 
     async def _keep(self, partition: _Partition) -> None:
         interval_s = self._ttl_s / EXCHANGES_PER_TTL
-        while True:
+        while not self._stopping:
             wait_s = interval_s
             partition.wake.clear()
             try:
@@ -231,14 +237,15 @@ class Leases:
             except Exception:  # the outermost loop of this task: it must outlive a fault of ours, and say so
                 self._counters.exchanges_failed += 1
                 logger.exception("leases of partition %d failed", partition.number)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await partition.wake.wait()
+            if not self._stopping:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await partition.wake.wait()
 
     async def _round(self, partition: _Partition) -> None:
         await self._exchange(partition, [])
         partition.stale |= bool(partition.free_since_s)  # nobody claims them: for how long already?
-        while partition.stale:
+        while partition.stale and not self._stopping:
             partition.stale = False
             self._take_note(partition)
             if verbs := self._plan(partition)[:VERBS_PER_EXCHANGE_MAX]:

@@ -32,6 +32,7 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 NAMES_PER_SLICE = 8_192
+NAME_BYTES_MIN = 8  # of one in a snapshot: its prefix hash, which nothing can compress
 CHANGE_ROUNDS_MAX = 10_000  # then the rest is written at one go: changes come faster than they are written
 
 
@@ -113,6 +114,9 @@ class SnapshotKeeper:
         )
         for slot, context, source in adoption.places:
             importing.slot(slot, context=context, source=source)
+        most = reader.size // NAME_BYTES_MIN
+        for context, prefixes in adoption.prefixes.items():
+            importing.sizes(min(adoption.names, most), context=context, prefixes=min(prefixes, most))
         frames = reader.frames()
         waiting = asyncio.create_task(asyncio.to_thread(_next, frames))
         while (frame := await waiting) is not None:

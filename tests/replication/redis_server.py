@@ -147,6 +147,11 @@ async def way_to(port: int) -> AsyncIterator[Way]:
 
 
 def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """One whose cluster bus, 10,000 further on, has a free port too."""
+    while True:
+        with socket.socket() as taken, socket.socket() as bus:
+            taken.bind(("127.0.0.1", 0))
+            port = int(taken.getsockname()[1])
+            with contextlib.suppress(OSError, OverflowError):
+                bus.bind(("127.0.0.1", port + 10_000))
+                return port

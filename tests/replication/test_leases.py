@@ -16,7 +16,7 @@ import redis.asyncio
 from app.hashing import digest
 from app.pods import PodSpec
 from app.replication.leases import MARGIN, Leases
-from tests.replication.redis_server import RedisServer, Way, serving_redis, way_to
+from tests.replication.redis_server import RedisServer, serving_redis, way_to
 
 TTL_S = 0.6
 LONG_TTL_S = 3.0  # where a lease that ends because the machine is busy would fail the test
@@ -57,7 +57,7 @@ class Fleet:
         self.clients: dict[str, redis.asyncio.Redis] = {}
         self.told: list[tuple[str, str, str, int]] = []  # replica, taken or lost, pod, epoch
         self.following: dict[str, str] = {}  # pod -> replica, as the listeners know it
-        self.ways: dict[str, Way] = {}
+        self.faults: list[str] = []
 
     def add(self, name: str, pods: list[str], *, port: int | None = None, **options: Any) -> Leases:
         client = self.clients[name] = redis.asyncio.Redis(port=port or self.port)
@@ -83,9 +83,7 @@ class Fleet:
     async def kill(self, name: str) -> None:
         """It says nothing more, and its listener hears nothing more: as with SIGKILL."""
         leases = self.replicas.pop(name)
-        for task in leases._tasks:
-            task.cancel()
-        await asyncio.gather(*leases._tasks, return_exceptions=True)
+        await leases._end_tasks()
         for partition in leases._partitions:
             if partition.expiry is not None:
                 partition.expiry.cancel()
@@ -120,25 +118,25 @@ class _Listener:
 
     def lease_taken(self, pod: str, epoch: int) -> None:
         fleet = self.fleet
-        assert pod not in fleet.following, f"{self.name} takes what {fleet.following[pod]} has"
+        if pod in fleet.following:
+            self._fault(f"takes {pod} from {fleet.following[pod]}")
         for name, replica in fleet.replicas.items():
-            assert name == self.name or replica.epoch(pod) is None, f"{name} would still append"
-        before = [told[3] for told in fleet.told if told[2] == pod]
-        assert not before or epoch >= before[-1], "an epoch never falls"
-        if before and before[-1] == epoch:
-            assert fleet.told[-1 - _since(fleet, pod)][0] == self.name, "an epoch is given to one replica"
+            if name != self.name and replica.epoch(pod) is not None:
+                self._fault(f"takes {pod}, and {name} would still append")
+        before = next((told for told in reversed(fleet.told) if told[2] == pod), None)
+        if before is not None and (epoch < before[3] or (epoch == before[3] and before[0] != self.name)):
+            self._fault(f"takes {pod} with epoch {epoch} after {before}")
         fleet.told.append((self.name, "taken", pod, epoch))
         fleet.following[pod] = self.name
 
     def lease_lost(self, pod: str) -> None:
-        assert self.fleet.following[pod] == self.name, "only what was taken is lost"
-        del self.fleet.following[pod]
+        if self.fleet.following.pop(pod, None) != self.name:
+            self._fault(f"lost {pod} without having it")
         epoch = next(told[3] for told in reversed(self.fleet.told) if told[2] == pod)
         self.fleet.told.append((self.name, "lost", pod, epoch))
 
-
-def _since(fleet: Fleet, pod: str) -> int:
-    return next(index for index, told in enumerate(reversed(fleet.told)) if told[2] == pod)
+    def _fault(self, what: str) -> None:
+        self.fleet.faults.append(f"{self.name} {what}")
 
 
 @contextlib.asynccontextmanager
@@ -149,6 +147,7 @@ async def fleet_of(port: int) -> AsyncIterator[Fleet]:
     finally:
         for name in list(fleet.replicas):
             await fleet.stop(name)
+    assert fleet.faults == []
 
 
 def run(scene: Callable[[Fleet], Awaitable[None]], server: RedisServer) -> None:

@@ -56,6 +56,7 @@ from app.pods import PodSpec
 from app.readiness import Readiness
 from app.router import Router
 from app.service import IndexerService, index_limits
+from app.snapshots.file import FileStore
 from app.snapshots.keeper import SnapshotKeeper
 from app.start import Start
 from app.tokenizer.front import Tokenizer
@@ -160,7 +161,7 @@ def _snapshots(
     return SnapshotKeeper(
         service,
         index,
-        path,
+        FileStore(path),
         configured=frozenset(spec.name for spec in specs),
         interval_s=settings.snapshot_interval_s,
     )

@@ -1,1 +1,1 @@
-"""Beyond one process: replicas that share a Redis."""
+"""Replicas of one picture: what changes it goes through a log in Redis, and every replica applies that log."""

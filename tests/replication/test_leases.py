@@ -16,7 +16,7 @@ import redis.asyncio
 from app.hashing import digest
 from app.pods import PodSpec
 from app.replication.leases import MARGIN, Leases
-from tests.replication.redis_server import RedisServer, serving_redis, way_to
+from tests.replication.servers import RedisServer, serving_redis, way_to
 
 TTL_S = 0.6
 LONG_TTL_S = 3.0  # where a lease that ends because the machine is busy would fail the test

@@ -54,9 +54,9 @@ class SegmentedTable {
     return page_bytes_ + directory_.capacity() * sizeof(uint32_t) + segments_.capacity() * sizeof(Segment);
   }
 
-  // An empty table gets its segments for so many entries now, and each segment its memory with its first entry.
-  // For whoever fills it in key order: a table that grows meanwhile crowds all keys at the front of what it
-  // has, and an insertion becomes a scan (10 million names: 11 s instead of 1).
+  // An empty table gets its segments for so many entries now, and each segment its memory with its first
+  // entry. For whoever fills it in key order: a table that grows meanwhile crowds all keys at the front of
+  // what it has, and an insertion becomes a scan (a snapshot of 2 million names: 1.85 s instead of 0.35).
   void reserve(size_t entries) {
     if (size_ != 0 || directory_bits_ != 0) return;
     constexpr size_t kBitsMax = 16;
@@ -64,7 +64,8 @@ class SegmentedTable {
     while (directory_bits_ < kBitsMax && (entries >> directory_bits_) > full) ++directory_bits_;
     const size_t each = entries >> directory_bits_;
     const size_t uneven = 4 * static_cast<size_t>(std::sqrt(static_cast<double>(each)));
-    first_pages_ = std::min(kSegmentPagesMax, pages_for(static_cast<uint32_t>(std::min(each + uneven, full))));
+    first_pages_ =
+        std::min(kSegmentPagesMax, pages_for(static_cast<uint32_t>(std::min(each + uneven, full))));
     segments_.resize(size_t{1} << directory_bits_);
     directory_.resize(segments_.size());
     for (uint32_t index = 0; index < segments_.size(); ++index) {

@@ -364,8 +364,9 @@ def test_a_pod_that_one_replica_does_not_know(server: RedisServer) -> None:
     """Its share would be with the one that cannot have it: after a ttl the other takes it all the same."""
 
     async def scene(fleet: Fleet) -> None:
-        fleet.add("a", pod_names(6))
         fleet.add("b", [])
+        await fleet.until(lambda: fleet.exchanges()["b"] >= PARTITIONS, "b is there")
+        fleet.add("a", pod_names(6))
         await fleet.until_spread(6, 6)
 
     run(scene, server)

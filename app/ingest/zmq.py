@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from app.endpoints import Endpoint, rank_endpoints
 from app.errors import InvalidInput
@@ -51,7 +51,9 @@ class ZmqIngest:
         *,
         decode: Decode = decode_batch,
         on_grant: bool = False,
+        is_blocked: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._is_blocked = is_blocked
         self._writer = writer
         self._decode = decode
         self._settings = settings or ZmqSettings()
@@ -67,7 +69,14 @@ class ZmqIngest:
             "an ingest starts once: its trackers know nothing of an earlier one's batches"
         )
         loop = asyncio.get_running_loop()
-        self._feed = Feed(self._writer, self._decode, self._settings.queue, loop, self._resume_reading)
+        self._feed = Feed(
+            self._writer,
+            self._decode,
+            self._settings.queue,
+            loop,
+            self._resume_reading,
+            is_blocked=self._is_blocked,
+        )
         self._receiver = Receiver(self._feed, self._settings.sequence, self._settings.sockets)
         for pod in self._pods.values():
             self._begin(pod, self._receiver)
@@ -80,6 +89,11 @@ class ZmqIngest:
         self._receiver.stop()
         self._feed.close()
         self._receiver = None
+
+    def unblocked(self) -> None:
+        """The writer takes batches again."""
+        if self._feed is not None:
+            self._feed.flush()
 
     # -- PodListener
 

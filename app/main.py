@@ -113,15 +113,28 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
                 "loads": (loads.gauges, loads.counters),
                 "route": (dict, router.counters),
                 "replication": (replica.gauges, replica.counters) if replica else (dict, dict),
+                "leases": (replica.following.gauges, replica.following.counters) if replica else (dict, dict),
                 "snapshot": (snapshots.gauges, snapshots.counters) if snapshots else (dict, dict),
                 "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
             },
             clock=clock,
         )
     )
-    ingest = ZmqIngest(service, _zmq_settings(settings), decode=functools.partial(_decode, metrics))
+    decode = functools.partial(_decode, metrics)
     if replica is None:
+        ingest = ZmqIngest(service, _zmq_settings(settings), decode=decode)
         service.listeners.append(ingest)
+    else:
+        ingest = ZmqIngest(
+            replica.feed(),
+            _zmq_settings(settings),
+            decode=decode,
+            on_grant=True,
+            is_blocked=replica.is_blocked,
+        )
+        replica.on_room(ingest.unblocked)
+        replica.following.attach(ingest)
+        service.listeners.append(replica.following)
     for spec in specs:
         try:
             if replica is None:
@@ -290,6 +303,8 @@ async def _lifespan(
             await timer
         await loads.stop()
         await tokenizer.close()
+        if replica is not None:
+            await replica.following.stop()
         ingest.stop()
         if replica is not None:
             await replica.stop(settings.shutdown_grace_s)

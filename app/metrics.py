@@ -124,6 +124,12 @@ _PART_GAUGES = {
         "outbox_entries": "Accepted entries that the log has not given back yet",
         "outbox_bytes": "Their bytes",
     },
+    "leases": {
+        "held": "Pods whose streams this replica follows",
+        "replicas": "Replicas that are alive, this one included",
+        "pods": "Pods with a stream, of which one replica each holds the lease",
+        "taking": "Leases held that wait for the log before their pod is followed",
+    },
     "fuzzy": {
         "contexts": "Contexts whose blocks fuzzy matches find",
         "blocks": "Blocks that they find, removed ones too until they are swept",
@@ -168,8 +174,19 @@ _PART_COUNTERS = {
         "fenced_entries": "Entries left out because the lease of the pod had passed on",
         "refused_entries": "Entries that the picture of then did not allow",
         "faults": "Entries left out by a fault of ours",
+        "unleased_entries": "Entries of followed streams left out because the lease was gone",
         "hashed_blocks": "Blocks accepted here and logged as hashes",
         "raw_blocks": "Blocks accepted here and logged with their tokens",
+    },
+    "leases": {
+        "taken": "Leases taken",
+        "lost": "Leases lost without having been given up",
+        "handed_over": "Leases handed to a replica that asked",
+        "exchanges": "Exchanges with Redis",
+        "exchanges_failed": "Those without an answer in time",
+        "granted": "Times that a stream was followed because of a lease",
+        "takings_failed": "Times that the log was away when a lease was to be used; each is tried again",
+        "outlived": "Leases given back because the log had a newer one",
     },
     "route": {
         "choices_longest_prefix": "Choices by the longest prefix",

@@ -50,6 +50,11 @@ class RedisLog:
         self._writer = _client(url, cluster=cluster, timeout_s=timeout_s)
         self._reader = _client(url, cluster=cluster, timeout_s=timeout_s + BLOCK_S)
 
+    @property
+    def commands(self) -> Any:
+        """The client, for what shares this Redis with the log: leases and snapshots."""
+        return self._writer
+
     async def close(self) -> None:
         with contextlib.suppress(RedisError, OSError):
             await self._writer.aclose()

@@ -9,7 +9,6 @@ Nothing is applied that was not read back from the log.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
@@ -23,14 +22,17 @@ from app.fuzzy.fuzzy_index import FuzzyIndex
 from app.pods import PodSpec
 from app.replication.applier import Applier
 from app.replication.coder import Coder
-from app.replication.entries import VERSION
+from app.replication.entries import VERSION, partition_of
 from app.replication.follower import Follower
+from app.replication.following import Following
 from app.replication.log_writer import FeedWriter, LogWriter
 from app.replication.outbox import Outbox
 from app.replication.redis_log import RedisLog, Terms
 from app.service import IndexerService
 
 logger = logging.getLogger(__name__)
+
+CANCEL_AGAIN_S = 0.2
 
 
 class Replica:
@@ -77,6 +79,15 @@ class Replica:
             answer_timeout_s=settings.redis_answer_timeout_s,
         )
         self._partitions = partitions
+        self.following = Following(
+            self.log.commands,
+            self.writer,
+            partitions=partitions,
+            partition_of=lambda pod: partition_of(pod, partitions),
+            key_of=lambda number, name: f"{{{settings.redis_namespace}:{number}}}:{name}",
+            ttl_s=settings.redis_lease_ttl_s,
+        )
+        self._feed = self.writer.feed(self.following.leases.epoch)
         self._tasks: list[asyncio.Task[None]] = []
         self._unregistered: list[PodSpec] = []
         service.ask_before_silence(self.writer.ask_for_silence)
@@ -90,19 +101,22 @@ class Replica:
             self._spawn(self._follower.run(partition), f"log-read-{partition}")
             self._spawn(self._outbox.run(partition), f"log-append-{partition}")
         self._spawn(self._register(), "log-pods")
+        self._spawn(self._follow(), "log-follow")
 
     async def stop(self, grace_s: float) -> None:
-        """Waits for what was accepted to be in the log, `grace_s` at the most, and leaves Redis."""
+        """Waits for what was accepted to be in the log, `grace_s` at the most, and leaves Redis. The leases have been
+        given up before (`following`)."""
         try:
             async with asyncio.timeout(grace_s):
                 await self._outbox.drained()
         except TimeoutError:
             logger.error("%d entries never reached the log: it is away", self._outbox.entries)
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        pending = set(self._tasks)
+        while pending:
+            # Again and again: Python 3.11 can lose a cancellation in asyncio.wait_for, which the client waits with.
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
         self._tasks.clear()
         await self.log.close()
 
@@ -130,11 +144,16 @@ class Replica:
                 logger.error("pod %s of the configuration is not registered: %s", spec.name, error)
             self._unregistered.pop(0)
 
+    async def _follow(self) -> None:
+        """A replica that does not know the pods yet would hold leases and do nothing with them."""
+        await self._follower.caught_up_once()
+        self.following.start()
+
     # -- for whoever follows streams under leases
 
-    def feed(self, epoch_of: Callable[[str], int]) -> FeedWriter:
-        """The writer of a ZmqIngest; `epoch_of` is this replica's lease of a pod."""
-        return self.writer.feed(epoch_of)
+    def feed(self) -> FeedWriter:
+        """The writer of a ZmqIngest, under the leases of this replica."""
+        return self._feed
 
     def is_blocked(self) -> bool:
         """The outbox has no room for what is followed; `on_room` is told when it has again."""
@@ -169,7 +188,7 @@ class Replica:
             "trouble": self._follower.trouble or self._outbox.trouble,
             "outbox_entries": self._outbox.entries,
             "outbox_bytes": self._outbox.bytes,
-            "leases": len(state.epochs),
+            "leases": self.following.leases.held(),
             **self.counters(),
         }
 
@@ -187,6 +206,7 @@ class Replica:
             **self._outbox.counts,
             **self._follower.counts,
             **self.applier.counts,
+            "unleased_entries": self._feed.unleased,
             "hashed_blocks": self._coder.hashed_blocks,
             "raw_blocks": self._coder.raw_blocks,
         }

@@ -93,7 +93,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
     index = PrefixIndex(index_limits(settings), contents)
     service = IndexerService(settings, index, clock=clock, contents=contents)
     snapshots = _snapshots(settings, service, index, specs)
-    replica = None if settings.redis_url is None else _replica(settings, service, contents)
+    replica = None if settings.redis_url is None else _replica(settings, service, index, contents)
     writer: Writer = DirectWriter(service) if replica is None else replica.writer
     loads = Loads(settings, pods=lambda: [pod.spec for pod in service.pods.values()], clock=clock)
     router = Router(settings, service, clock=clock, polled=loads.load)
@@ -102,6 +102,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         serves=lambda model: any(pod.spec.model == model for pod in service.pods.values()),
         clock=clock,
     )
+    keeper = replica.keeper if replica else snapshots
     metrics = Metrics(
         Figures(
             stats=service.stats,
@@ -114,7 +115,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
                 "route": (dict, router.counters),
                 "replication": (replica.gauges, replica.counters) if replica else (dict, dict),
                 "leases": (replica.following.gauges, replica.following.counters) if replica else (dict, dict),
-                "snapshot": (snapshots.gauges, snapshots.counters) if snapshots else (dict, dict),
+                "snapshot": (keeper.gauges, keeper.counters) if keeper else (dict, dict),
                 "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
             },
             clock=clock,
@@ -259,11 +260,13 @@ def _zmq_settings(settings: Settings) -> ZmqSettings:
     )
 
 
-def _replica(settings: Settings, service: IndexerService, contents: FuzzyIndex | None) -> Replica:
+def _replica(
+    settings: Settings, service: IndexerService, index: PrefixIndex, contents: FuzzyIndex | None
+) -> Replica:
     # Redis's client takes a quarter of a second to import: only who has a Redis pays for it.
     from app.replication.replica import Replica
 
-    return Replica(settings, service, contents)
+    return Replica(settings, service, index, contents)
 
 
 @contextlib.asynccontextmanager

@@ -23,6 +23,7 @@ from typing import Protocol
 import msgspec
 
 from app.errors import IndexerError
+from app.pods import Pod, PodSpec, SourceState
 from app.replication.entries import (
     AnyEntry,
     BlocksForgotten,
@@ -39,8 +40,8 @@ from app.replication.entries import (
     decode_group,
     partition_of,
 )
-from app.pods import Pod, PodSpec, SourceState
 from app.replication.redis_log import BEGINNING
+from app.saved_state import SavedState
 from app.service import IndexerService
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,18 @@ class Applier:
             "refused_entries": 0,
             "faults": 0,
         }
+
+    def place(self, saved: SavedState, state: LogState | None = None) -> SavedState:
+        """A snapshot of now, with where the log has been applied to."""
+        state = state or self.state
+        positions = dict(enumerate(state.positions))
+        return msgspec.structs.replace(
+            saved, log=state.log, positions=positions, log_memory=msgspec.msgpack.encode(state)
+        )
+
+    def recall(self, saved: SavedState) -> None:
+        """The picture is that of a snapshot now."""
+        self.state = msgspec.msgpack.decode(saved.log_memory, type=LogState)
 
     def apply(self, partition: int, position: str, data: bytes) -> None:
         """Raises UnknownEntry, with nothing changed."""

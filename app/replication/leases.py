@@ -132,7 +132,9 @@ class Leases:
             for number in range(partitions)
         ]
         self._wanted: dict[str, _Partition] = {}
-        self._given_up: dict[str, int] = {}  # pod -> epoch that is of no use: released, a newer one is claimed
+        self._given_up: dict[
+            str, int
+        ] = {}  # pod -> epoch that is of no use: released, a newer one is claimed
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self._counters = LeaseCounters()

@@ -7,11 +7,9 @@ import contextlib
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import httpx
-import pytest
 
 from app.config import Settings
 from app.index.prefix_index import PrefixIndex
@@ -20,7 +18,7 @@ from app.pods import PodSpec
 from app.service import IndexerService, index_limits
 from tests.ingest.publisher import Publisher
 from tests.replication.redis_server import RedisServer
-from tests.replication.test_replicas import agree, depths, is_ready, post, stats, stored, wait_until
+from tests.replication.test_replicas import agree, depths, is_ready, stats, wait_until
 from tests.test_serving import serving
 
 DEADLINE_S = 30.0
@@ -215,7 +213,7 @@ def test_a_pod_that_comes_back_is_learned_from_the_beginning(redis_server: Redis
         all_.publish(10)
         all_.start(2)
         all_.until_exact()
-        (name, publisher), = all_.publishers.items()
+        ((name, publisher),) = all_.publishers.items()
         spec = {
             "model": "m",
             "zmq_endpoint": f"tcp://127.0.0.1:{publisher.port}",

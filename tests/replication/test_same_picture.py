@@ -32,8 +32,8 @@ from app.events import (
 )
 from app.fuzzy.answer import FuzzyAnswer
 from app.pods import PodSpec, Source, SourceState
-from app.service import FuzzyQuery, IndexerService, MatchQuery
 from app.replication.applier import NOT_HELD
+from app.service import FuzzyQuery, IndexerService, MatchQuery
 from tests.replication.replicas import Fleet, Lone
 
 SIZE = 4

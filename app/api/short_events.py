@@ -130,4 +130,7 @@ def _number(text: str | None, most: int) -> int | None:
 
 def _plain(*names: str | None) -> bool:
     """Surely names that the long way takes."""
-    return all(name is None or (name.isprintable() and len(name) <= NAME_CHARS_MAX) for name in names)
+    for name in names:  # a loop, because a generator costs as much as the rest of this
+        if name is not None and not (name.isprintable() and len(name) <= NAME_CHARS_MAX):
+            return False
+    return True

@@ -59,7 +59,7 @@ class QueueLimits:
 
     queue_batches_max: int = 8_192
     queue_bytes_max: int = 128 * 1024 * 1024
-    drain_slice_s: float = 0.002
+    drain_slice_s: float = 0.0005
 
 
 @dataclasses.dataclass(slots=True)

@@ -50,7 +50,9 @@ def main() -> int:
     options = _options()
     print_machine()
     queue_max = 8_192
-    print(f"settings: {vars(options)}, fuzzy={os.environ.get('KVINDEXER_FUZZY', 'true')}, queue {queue_max} batches")
+    print(
+        f"settings: {vars(options)}, fuzzy={os.environ.get('KVINDEXER_FUZZY', 'true')}, queue {queue_max} batches"
+    )
     cores = sorted(os.sched_getaffinity(0))
     server_cores, other_cores = set(cores[len(cores) // 2 :]), set(cores[: len(cores) // 2])
     if len(cores) > 1:
@@ -146,7 +148,9 @@ def _measure(
     server: Server, publisher: _Publisher, options: argparse.Namespace, messages: int, per_s: float
 ) -> Run:
     connection = server.connect()
-    first = options.pods  # one batch a pod, so that what is measured goes over streams that are known to be there
+    first = (
+        options.pods
+    )  # one batch a pod, so that what is measured goes over streams that are known to be there
     publisher.wait_for_subscribers()
     publisher.start(first, 0)
     publisher.done()

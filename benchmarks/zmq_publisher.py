@@ -2,10 +2,10 @@
 
     python -m benchmarks.zmq_publisher --pods 8 --blocks 256
 
-Says its ports as a JSON list and then, when all have a subscriber, `"subscribed"`; for each line `messages messages_per_s` (0: as fast as they
-go) on its input, publishes and answers with a JSON object. Message n, counted over all pods in turn, stores a chain
-that nobody has stored before: its first token is FIRST_TOKEN + n, its engine hashes are random. The sockets are
-XPUB: PUB that tells its owner of subscribers, so that nothing is published to nobody.
+Says its ports as a JSON list and then, when all have a subscriber, `"subscribed"`. For each line `messages
+messages_per_s` (0: as fast as they go) on its input it publishes, and answers with a JSON object. Message n, counted over
+all pods in turn, stores a chain that nobody has stored before: its first token is FIRST_TOKEN + n, its engine hashes are
+random. The sockets are XPUB: PUB that tells its owner of subscribers, so that nothing is published to nobody.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main() -> None:
         socket.set(zmq.SNDHWM, 0)  # a publisher that drops would measure itself
         socket.bind("tcp://127.0.0.1:0")
         sockets.append(socket)
-    ports = [int(socket.get(zmq.LAST_ENDPOINT).rpartition(b":")[2]) for socket in sockets]
+    ports = [int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]) for socket in sockets]
     print(json.dumps(ports), flush=True)
     payloads = Payloads(options.blocks)
     for socket in sockets:

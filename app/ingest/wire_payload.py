@@ -16,8 +16,8 @@ from app.events import BlockRemoved, BlockStored, Event, EventBatch, RejectedEve
 from app.extra_keys import event_extra_keys
 from app.ingest import wire_decode
 from app.ingest.wire_decode import INDEXABLE_KINDS, batch_rank, batch_ts, decode_event
-from app.ingest.wire_fields import KEY_BYTES_MAX, TIERS, Rejected
-from app.ingest.wire_notation import CHILDREN_MAX, MSGPACK, Malformed
+from app.ingest.wire_fields import TIERS, Rejected
+from app.ingest.wire_notation import CHILDREN_MAX, KEY_BYTES_MAX, MSGPACK, Malformed
 
 
 def decode_batch(payload: bytes | memoryview, *, block_size: int | None = None) -> EventBatch:
@@ -34,9 +34,14 @@ def decode_batch(payload: bytes | memoryview, *, block_size: int | None = None) 
     positions: list[int] = []
     rejected: list[RejectedEvent] = []
     for index, item in enumerate(items):
-        event = None if type(item) is bytes else _plain_event(item, block_size)  # type: ignore[arg-type]
+        event: Event | None = None
+        span = item
+        if not isinstance(span, bytes):
+            event = _plain_event(span, block_size)
+            if event is None:
+                span = bytes(payload[span[0] : span[1]])
         if event is None:
-            span = item if type(item) is bytes else bytes(payload[item[0] : item[1]])  # type: ignore[misc]
+            assert isinstance(span, bytes), "what is not plain is a span"
             try:
                 event = decode_event(MSGPACK, span, block_size)
             except Rejected as fault:

@@ -12,23 +12,18 @@ found whole on their pod and on no other.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import os
 import re
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from http.client import HTTPConnection
-from pathlib import Path
-from typing import Any
 
 from benchmarks import prompts
 from benchmarks.measure import print_line, print_machine
 from benchmarks.processes import Server, free_port, running
-from benchmarks.zmq_publisher import tokens_of
+from benchmarks.zmq_publisher import Publisher, publishing, tokens_of
 
 GOAL_BLOCKS_PER_S = 1_000_000
 GOAL_MATCH_P99_US = 2_000
@@ -60,7 +55,7 @@ def main() -> int:
     missed = False
     messages = max(1, int(options.rate * options.seconds / options.blocks))
     for name, per_s in (("paced", options.rate / options.blocks), ("as fast as they come", 0.0)):
-        with _publisher(options.pods, options.blocks, other_cores) as publisher:
+        with publishing(options.pods, options.blocks) as publisher:
             pods = ";".join(
                 f"pod-{n}=tcp://127.0.0.1:{port},model=m" for n, port in enumerate(publisher.ports)
             )
@@ -101,51 +96,8 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class _Publisher:
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        self.ports: list[int] = self._said()
-
-    def wait_for_subscribers(self) -> None:
-        assert self._said() == "subscribed"
-
-    def start(self, messages: int, per_s: float) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{messages} {per_s}\n")
-        self._process.stdin.flush()
-
-    def done(self) -> dict[str, float]:
-        said: dict[str, float] = self._said()
-        return said
-
-    def _said(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the publisher ended"
-        return json.loads(line)
-
-
-@contextlib.contextmanager
-def _publisher(pods: int, blocks: int, cores: set[int]) -> Iterator[_Publisher]:
-    command = [sys.executable, "-m", "benchmarks.zmq_publisher", "--pods", str(pods), "--blocks", str(blocks)]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parent.parent,
-        preexec_fn=lambda: os.sched_setaffinity(0, cores),
-    ) as process:
-        try:
-            yield _Publisher(process)
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(timeout=10)
-
-
 def _measure(
-    server: Server, publisher: _Publisher, options: argparse.Namespace, messages: int, per_s: float
+    server: Server, publisher: Publisher, options: argparse.Namespace, messages: int, per_s: float
 ) -> Run:
     connection = server.connect()
     first = (

@@ -11,10 +11,15 @@ random. The sockets are XPUB: PUB that tells its owner of subscribers, so that n
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -84,23 +89,72 @@ def publish(
     return {"seconds": time.perf_counter() - began, "lag_s": lag_s}
 
 
+class Publisher:
+    """This module as a child process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.ports: list[int] = self._said()
+
+    def wait_for_subscribers(self) -> None:
+        assert self._said() == "subscribed"
+
+    def start(self, messages: int, per_s: float) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{messages} {per_s}\n")
+        self._process.stdin.flush()
+
+    def done(self) -> dict[str, float]:
+        """When the last start is through."""
+        said: dict[str, float] = self._said()
+        return said
+
+    def _said(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the publisher ended"
+        return json.loads(line)
+
+
+@contextlib.contextmanager
+def publishing(pods: int, blocks: int, *, subscribers: int = 1) -> Iterator[Publisher]:
+    options = {"pods": pods, "blocks": blocks, "subscribers": subscribers}
+    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.zmq_publisher", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+    ) as process:
+        try:
+            yield Publisher(process)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(timeout=10)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pods", type=int, required=True)
     parser.add_argument("--blocks", type=int, required=True)
+    parser.add_argument("--subscribers", type=int, default=1, help="of each pod, to wait for")
     options = parser.parse_args()
     context = zmq.Context()
     sockets = []
     for _ in range(options.pods):
         socket = context.socket(zmq.XPUB)
         socket.set(zmq.SNDHWM, 0)  # a publisher that drops would measure itself
+        socket.set(zmq.XPUB_VERBOSE, 1)  # each subscriber, not only the first
         socket.bind("tcp://127.0.0.1:0")
         sockets.append(socket)
     ports = [int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]) for socket in sockets]
     print(json.dumps(ports), flush=True)
     payloads = Payloads(options.blocks)
     for socket in sockets:
-        socket.recv()  # its subscription
+        for _ in range(options.subscribers):
+            socket.recv()
     print('"subscribed"', flush=True)
     published = 0
     for line in sys.stdin:

@@ -20,6 +20,7 @@ from app.api.wiring import wired
 from app.config import Settings
 from app.errors import CannotListen
 from app.main import create_app
+from app.one_write import OneWriteProtocol
 
 _BACKLOG = 2_048
 
@@ -39,7 +40,7 @@ def run(settings: Settings) -> bool:
         uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=OneWriteProtocol,
             ws="none",
             lifespan="on",
             log_config=None,

@@ -81,6 +81,10 @@ nb::bytes bytes_of(const std::vector<Row>& rows) {
 
 nb::bytes bytes_of(const std::vector<uint64_t>& words) { return nb::bytes(words.data(), words.size() * 8); }
 
+// A store of so many blocks lets other threads have the interpreter meanwhile. None of them has to do with
+// the index, which belongs to the thread of the event loop; but the one that reads the sockets would wait.
+constexpr size_t kBlocksWithoutInterpreter = 32;
+
 template <class Hashes>
 nb::bytes hashes_of(Hashes chain, size_t blocks) {
   std::vector<uint64_t> hashes(blocks);
@@ -123,8 +127,17 @@ void bind_index(nb::module_& m) {
            [](PrefixIndex& self, uint32_t source, uint32_t context, uint32_t tier, uint32_t group,
               const nb::bytes& engine_hashes, std::optional<uint64_t> parent, const nb::bytes& tokens,
               const std::optional<nb::tuple>& extra, Tick now, bool count_copies) {
-             const Stored stored = self.store({source, tier, group}, context, words_of(engine_hashes), parent,
-                                              data_of(tokens), extra_of(extra), now, count_copies);
+             const std::vector<uint64_t> names = words_of(engine_hashes);
+             const ExtraKeys keys = extra_of(extra);
+             const uint8_t* const data = data_of(tokens);
+             const auto store = [&] {
+               return self.store({source, tier, group}, context, names, parent, data, keys, now,
+                                 count_copies);
+             };
+             const Stored stored = names.size() < kBlocksWithoutInterpreter ? store() : [&] {
+               const nb::gil_scoped_release others_may_run;
+               return store();
+             }();
              return std::tuple(stored.stored, stored.orphans, stored.unknown);
            })
       .def("place",

@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := $(wildcard native/*.hpp native/*.cpp) CMakeLists.txt
-NATIVE_TESTS := tests/index tests/fuzzy tests/api/test_fuzzy.py tests/test_service.py tests/test_json_cut.py tests/api/test_short_way.py
+NATIVE_TESTS := tests/index tests/fuzzy tests/api/test_fuzzy.py tests/test_service.py tests/test_json_cut.py tests/api/test_short_way.py \
+  tests/test_wire.py tests/ingest/test_wire_payload.py
 CPP_FILES := $(wildcard native/*.hpp native/*.cpp)
 
 .PHONY: demo serve test sanitize check bench fmt clean
@@ -32,13 +33,14 @@ test: $(STAMP) sanitize
 
 # The native core and all that calls it directly, under the address and undefined-behaviour sanitizers.
 SANITIZED := build/sanitize
+SANITIZERS = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+  ASAN_OPTIONS=detect_leaks=0 KVINDEXER_TEST_CORE="$$(ls $(SANITIZED)/_native.*.so)"
 sanitize: $(STAMP)
 	@$(BIN)/cmake -G Ninja -S . -B $(SANITIZED) -DKVINDEXER_SANITIZE=ON -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >/dev/null
 	@$(BIN)/cmake --build $(SANITIZED) >/dev/null
-	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0 KVINDEXER_TEST_CORE="$$(ls $(SANITIZED)/_native.*.so)" \
-	  $(BIN)/python -m pytest -q $(NATIVE_TESTS)
+	$(SANITIZERS) $(BIN)/python -m pytest -q $(NATIVE_TESTS)
+	$(SANITIZERS) PYTHONMALLOC=malloc RAW_BYTES_EXAMPLES=500 $(BIN)/python -m pytest -q tests/test_raw_bytes.py
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.prefix_index

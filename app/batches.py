@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
+import msgspec
+
 from app.config import Settings
 from app.errors import BatchRejected, InvalidInput
 from app.events import (
@@ -37,8 +39,7 @@ from app.pods import PodSpec, Source
 from app.registry import Registry
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BatchResult:
+class BatchResult(msgspec.Struct, frozen=True):
     """What a batch did. `orphans` are blocks of it that wait for their parent."""
 
     accepted: int = 0
@@ -50,8 +51,7 @@ class BatchResult:
     duplicate: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sifted:
+class Sifted(msgspec.Struct, frozen=True):
     """The events that can be applied, those that the codec or `sift` rejected, and the sizes learned."""
 
     events: tuple[Event, ...]
@@ -72,6 +72,8 @@ def sift(batch: EventBatch, block_size: int | None, chunk_sizes: Mapping[Tier, i
     stores = [event for event in batch.events if _tells_size(event)]
     if block_size is None:
         block_size = next((event.block_size for event in stores if event.tier is Tier.GPU), None)
+    if all(event.tier is Tier.GPU and event.block_size == block_size for event in stores):
+        return Sifted(batch.events, batch.rejected, batch.ignored, block_size, chunk_sizes)
     chunk_sizes = dict(chunk_sizes)
     for stored in stores:
         if stored.tier is not Tier.GPU and stored.block_size % (block_size or 1) == 0:
@@ -227,7 +229,8 @@ class Batches:
     def _apply(self, source: Source, sifted: Sifted, seq: int | None, lora: str | None) -> BatchResult:
         self._registry.welcome_back(source)
         source.block_size = sifted.block_size
-        self._learn_chunk_sizes(source, sifted.chunk_sizes)
+        if sifted.chunk_sizes is not source.chunk_sizes:
+            self._learn_chunk_sizes(source, sifted.chunk_sizes)
         tally = self._apply_events(source, sifted.events, lora)
         source.batches += 1
         source.ignored += sifted.ignored
@@ -377,6 +380,8 @@ class Batches:
                 self._registry.lose(source, cause)
 
     def _count_rejected(self, source: Source | None, rejected: tuple[RejectedEvent, ...]) -> None:
+        if not rejected:
+            return
         self.rejected.update(event.reason for event in rejected)
         if source is not None:
             source.rejected += len(rejected)

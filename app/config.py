@@ -306,6 +306,9 @@ def _tokenizer_source(source: str) -> str:
     return str(Path(source).expanduser().absolute()) if is_path else source
 
 
+_WORKERS = "WEB_CONCURRENCY"
+
+
 def variable(name: str) -> str:
     """The environment variable of a setting."""
     return PREFIX + name.upper()
@@ -317,6 +320,12 @@ def load_settings(**overrides: Any) -> Settings:
     for name in sorted(os.environ):
         if name.upper().startswith(PREFIX) and name.upper() not in known:
             raise InvalidSettings(f"{name}={os.environ[name]!r}: there is no setting of this name")
+    workers = os.environ.get(_WORKERS, "").strip()
+    if workers not in ("", "1"):
+        # uvicorn and gunicorn take it for so many processes on one port, each with a picture of its own.
+        raise InvalidSettings(
+            f"{_WORKERS}={workers!r}: one process holds the whole picture; start more replicas, each on its port"
+        )
     try:
         return Settings(**overrides)
     except ValidationError as error:

@@ -139,4 +139,9 @@ def _number(text: str | None, most: int) -> int | None:
 
 def _plain(*names: str | None) -> bool:
     """Surely names that the long way takes."""
-    return all(name is None or (name.isprintable() and len(name) <= NAME_CHARS_MAX) for name in names)
+    # No generator: with three names it costs as much as all else that is said of the envelope.
+    return not [
+        name
+        for name in names
+        if name is not None and not (name.isprintable() and len(name) <= NAME_CHARS_MAX)
+    ]

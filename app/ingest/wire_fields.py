@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from app import _native
 from app.errors import InvalidInput
-from app.events import Tier
+from app.events import RejectedEvent, Tier
 from app.extra_keys import event_extra_keys
 from app.ingest.wire_notation import KEY_BYTES_MAX, Malformed, Notation, Raw, Scalar
 
@@ -47,9 +47,13 @@ class Rejected(InvalidInput):
         super().__init__(f"{field}: {detail}" if field else detail, field=field)
         self.reason = reason
 
+    def at(self, index: int) -> RejectedEvent:
+        """What the batch says of it."""
+        return RejectedEvent(index=index, reason=self.reason.value, detail=self.detail)
+
 
 # `medium` in lower case; absent means gpu.
-_TIERS: Mapping[str, Tier] = {
+TIERS: Mapping[str, Tier] = {
     **dict.fromkeys(("gpu", "device", "hbm"), Tier.GPU),
     **dict.fromkeys(("cpu", "cpu_pinned", "host"), Tier.CPU),
     **dict.fromkeys(("storage", "fs", "disk", "ssd", "nvme"), Tier.DISK),
@@ -138,7 +142,7 @@ def read_tier(notation: Notation, fields: Fields) -> Tier:
     medium = read_text(notation, fields, "medium")
     if medium is None:
         return Tier.GPU
-    tier = _TIERS.get(medium.lower())
+    tier = TIERS.get(medium.lower())
     if tier is None:
         raise Rejected(Reject.UNKNOWN_MEDIUM, f"no tier is known for {medium[:64]!r}", field="medium")
     return tier

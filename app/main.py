@@ -39,6 +39,7 @@ from app.api.observation import RequestObservation
 from app.api.short_way import ShortWay
 from app.api.wiring import Wiring, attach
 from app.config import Settings
+from app.discovery.discovery import Discovery, places
 from app.errors import IndexerError, InvalidInput, InvalidSettings
 from app.events import EventBatch
 from app.fuzzy_queries import fuzzy_index
@@ -77,7 +78,8 @@ class Application(FastAPI):
 
 def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> Application:
     """Raises InvalidSettings for configured pods that cannot be."""
-    specs = _configured_pods(settings)
+    configured, file_specs = _configured_pods(settings)
+    specs = [*configured, *file_specs]
     contents = fuzzy_index(settings)
     index = PrefixIndex(index_limits(settings), contents)
     service = IndexerService(settings, index, clock=clock, contents=contents)
@@ -102,6 +104,8 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
                 "snapshot": (snapshots.gauges, snapshots.counters) if snapshots else (dict, dict),
                 "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
             },
+            places=lambda: discovery.figures(),
+            questions=lambda: discovery.questions(),
         )
     )
     ingest = ZmqIngest(service, _zmq_settings(settings), decode=functools.partial(_decode, metrics))
@@ -111,16 +115,30 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
             service.register(spec)
         except IndexerError as error:
             raise InvalidSettings(f"pod {spec.name!r}: {error}") from error
-    readiness = Readiness(service, specs, clock=clock, grace_s=settings.ready_grace_s)
+    readiness = Readiness(
+        service,
+        specs,
+        clock=clock,
+        grace_s=settings.ready_grace_s,
+        unfinished=lambda: discovery.unfinished(),
+    )
+    discovery = Discovery(
+        settings,
+        service,
+        places(settings, file_specs=tuple(file_specs)),
+        reserved=frozenset(spec.name for spec in configured),
+        registered=readiness.wait_for,
+        clock=clock,
+    )
     app = Application(
         title="kvindexer",
         version=__version__,
         description=DESCRIPTION,
         lifespan=lambda _app: _lifespan(
-            settings, service, ingest, metrics, readiness, loads, tokenizer, snapshots
+            settings, service, ingest, metrics, readiness, loads, tokenizer, snapshots, discovery
         ),
     )
-    wiring = Wiring(settings, service, metrics, clock, readiness.missing, router, tokenizer)
+    wiring = Wiring(settings, service, metrics, clock, readiness.missing, router, tokenizer, discovery.stats)
     attach(app, wiring)
     for resource in (
         events,
@@ -161,18 +179,18 @@ def _snapshots(
     )
 
 
-def _configured_pods(settings: Settings) -> list[PodSpec]:
+def _configured_pods(settings: Settings) -> tuple[list[PodSpec], list[PodSpec]]:
+    """Those of the setting, and those of the file."""
     try:
         specs = [parse_pod(text) for text in settings.pods]
-        if settings.pods_file is not None:
-            specs += read_pods_file(settings.pods_file)
+        file_specs = [] if settings.pods_file is None else list(read_pods_file(settings.pods_file))
     except InvalidInput as error:
         raise InvalidSettings(str(error)) from error
-    counts = Counter(spec.name for spec in specs)
+    counts = Counter(spec.name for spec in [*specs, *file_specs])
     for name, count in counts.items():
         if count > 1:
             raise InvalidSettings(f"pod {name!r} is configured {count} times")
-    return specs
+    return specs, file_specs
 
 
 def _decode(metrics: Metrics, payload: bytes, *, block_size: int | None = None) -> EventBatch:
@@ -204,6 +222,7 @@ async def _lifespan(
     loads: Loads,
     tokenizer: Tokenizer,
     snapshots: SnapshotKeeper | None,
+    discovery: Discovery,
 ) -> AsyncIterator[None]:
     if snapshots is not None:
         for spec in await snapshots.restore():
@@ -211,6 +230,7 @@ async def _lifespan(
         snapshots.start()
     ingest.start()
     loads.start()
+    discovery.start()
     readiness.begin()
     timer = asyncio.create_task(_tick(service, metrics, settings.sweep_interval_s), name="tick")
     try:
@@ -219,6 +239,7 @@ async def _lifespan(
         timer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await timer
+        await discovery.stop()
         await loads.stop()
         await tokenizer.close()
         ingest.stop()

@@ -95,3 +95,4 @@ class Pod:
 
     spec: PodSpec
     sources: dict[int, Source] = dataclasses.field(default_factory=dict)
+    discovered_by: str | None = None  # the place of discovery that keeps it registered

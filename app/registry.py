@@ -65,8 +65,13 @@ class Registry:
 
     # -- pods
 
-    def register(self, spec: PodSpec) -> Pod:
+    def register(self, spec: PodSpec, *, discovered_by: str | None = None) -> Pod:
         """Idempotent. What the pod holds is kept when nothing differs that it depends on."""
+        pod = self._registered(spec)
+        pod.discovered_by = discovered_by or pod.discovered_by
+        return pod
+
+    def _registered(self, spec: PodSpec) -> Pod:
         self._check(spec)
         old = self.pods.get(spec.name)
         if old is not None and old.spec == spec:

@@ -60,6 +60,7 @@ class SavedPod(msgspec.Struct, frozen=True):
     spec: PodSpec
     configured: bool
     sources: list[SavedSource]
+    discovered_by: str | None = None
 
 
 class SavedState(msgspec.Struct, frozen=True):
@@ -130,6 +131,7 @@ def describe(
             pod.spec,
             pod.spec.name in configured,
             [_describe_source(source, index, clock()) for source in pod.sources.values()],
+            pod.discovered_by,
         )
         for pod in registry.pods.values()
     ]
@@ -212,7 +214,7 @@ def _pod(registry: Registry, saved: SavedPod, configured: frozenset[str]) -> Pod
         logger.info("pod %s is not restored: it is not in the configuration any more", name)
         return None
     try:
-        return registry.register(saved.spec)
+        return registry.register(saved.spec, discovered_by=saved.discovered_by)
     except IndexerError as error:
         logger.warning("pod %s is not restored: %s", name, error)
         return None

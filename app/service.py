@@ -113,12 +113,13 @@ class IndexerService:
     def listeners(self) -> list[PodListener]:
         return self._registry.listeners
 
-    def register(self, spec: PodSpec) -> Pod:
+    def register(self, spec: PodSpec, *, discovered_by: str | None = None) -> Pod:
         """Idempotent. A pod whose endpoints, model, adapter or block size change starts empty.
 
+        `discovered_by` is the place that keeps it registered, see app/discovery.
         Raises InvalidInput, or LimitExceeded (`pods_max`, `dp_ranks_max`).
         """
-        return self._registry.register(spec)
+        return self._registry.register(spec, discovered_by=discovered_by)
 
     def pod(self, name: str) -> Pod:
         """Raises UnknownPod."""

@@ -17,7 +17,8 @@ router = APIRouter(tags=["operations"])
 @router.get("/v1/stats", **described(StatsResponse))
 async def stats(request: Request) -> Response:
     """Figures of the index, the sources and the queries since the start."""
-    return bodies.answer(request, wiring_of(request).service.stats())
+    wiring = wiring_of(request)
+    return bodies.answer(request, {**wiring.service.stats(), "discovery": wiring.discovery()})
 
 
 @router.get("/healthz", **described(HealthResponse))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from fastapi import FastAPI, Request
 
@@ -26,6 +26,7 @@ class Wiring:
     not_ready: Callable[[], list[tuple[str, str]]]
     router: Router
     tokenizer: Tokenizer
+    discovery: Callable[[], list[dict[str, Any]]] = list  # how each place goes
 
 
 def attach(app: FastAPI, wiring: Wiring) -> None:

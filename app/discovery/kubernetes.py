@@ -137,6 +137,7 @@ class KubernetesPods:
                     pause_s = self._interval_s
                     while True:
                         await self._watch(client, report)
+                        report.seen(dict(self._pods))  # as it was, and as of now
             except VersionForgotten:
                 await asyncio.sleep(min(self._interval_s, 1.0))
                 continue

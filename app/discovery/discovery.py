@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 ASKED_AT_ONCE = 64
 REASK_S = 60.0
 SETTLE_INTERVAL_S = 0.5
+CANCEL_INTERVAL_S = 0.1
+SETTLED_AT_ONCE = 512  # pods; others have their turn in between
 
 
 def places(settings: Settings, *, file_specs: tuple[PodSpec, ...]) -> list[Place]:
@@ -67,6 +69,15 @@ def places(settings: Settings, *, file_specs: tuple[PodSpec, ...]) -> list[Place
         if count > 1:
             raise InvalidSettings(f"{name} is there {count} times")
     return found
+
+
+async def end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancels until they are over: before Python 3.12 `wait_for`, which dnspython uses, can lose a cancellation."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=CANCEL_INTERVAL_S)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,6 +120,7 @@ class Discovery:
             forget=self._end_asking,
             registered=registered,
         )
+        self._settle_interval_s = min(SETTLE_INTERVAL_S, max(0.05, settings.discovery_deadline_s / 2))
         self._rosters = {place.name: self._roster(place.name) for place in watched}
         self._slots = asyncio.Semaphore(ASKED_AT_ONCE)
         self._client: httpx.AsyncClient | None = None
@@ -125,10 +137,7 @@ class Discovery:
         self._run(self._settle, "settling")
 
     async def stop(self) -> None:
-        tasks = [*self._tasks, *self._asking.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end([*self._tasks, *self._asking.values()])
         self._tasks, self._asking = [], {}
         if self._client is not None:
             await self._client.aclose()
@@ -198,8 +207,11 @@ class Discovery:
     async def _settle(self) -> None:
         while True:
             for roster in self._rosters.values():
-                roster.settle()
-            await asyncio.sleep(min(SETTLE_INTERVAL_S, self._settings.discovery_deadline_s / 2))
+                names = list(roster.pods)
+                for first in range(0, len(names), SETTLED_AT_ONCE):
+                    roster.settle(names[first : first + SETTLED_AT_ONCE])
+                    await asyncio.sleep(0)
+            await asyncio.sleep(self._settle_interval_s)
 
     def _begin_asking(self, roster: Roster, known: Discovered) -> None:
         self._asking[known] = asyncio.create_task(
@@ -214,7 +226,7 @@ class Discovery:
     async def _ask(self, roster: Roster, known: Discovered) -> None:
         assert self._client is not None, "only asked while it runs"
         assert known.sighting is not None, "only asked of what was seen"
-        while True:
+        while self._asking.get(known) is asyncio.current_task():
             pause_s = self._settings.discovery_interval_s
             try:
                 async with self._slots, asyncio.timeout(2 * TIMEOUT_S):
@@ -222,7 +234,8 @@ class Discovery:
                         self._client, known.sighting, metrics_bytes_max=self._settings.loads_bytes_max
                     )
                 self._questions["answered"] += 1
-                roster.learned(known, learned)
+                if self._asking.get(known) is asyncio.current_task():
+                    roster.learned(known, learned)
                 pause_s = max(REASK_S, pause_s)
             except (Unresponsive, InvalidInput, TimeoutError) as error:
                 self._questions["unanswered"] += 1
@@ -236,6 +249,7 @@ class Discovery:
         while True:
             try:
                 await work()
+                return
             except Exception:  # the outermost loop of a task: it must outlive a fault of ours, and say so
                 self._questions["faults"] += 1
                 logger.exception("discovery of %s failed", name)

@@ -89,7 +89,12 @@ class DnsName:
         records = [record for record in answer.rrset if isinstance(record, SRV) and record.port]
         targets = sorted({(str(record.target), record.port) for record in records})
         hosts = sorted({target for target, _ in targets})
-        resolved = await asyncio.gather(*(self._resolve_host(resolver, host, search=False) for host in hosts))
+        asking = [asyncio.ensure_future(self._resolve_host(resolver, host, search=False)) for host in hosts]
+        try:
+            resolved = await asyncio.gather(*asking)
+        finally:  # the first that fails ends the look, and the others with it
+            for task in asking:
+                task.cancel()
         addresses = {host: found for host, (found, _) in zip(hosts, resolved, strict=True)}
         ttls = [answer.rrset.ttl, *(ttl_s for found, ttl_s in resolved if found)]
         sightings = [
@@ -122,6 +127,10 @@ class DnsName:
                 answer = await resolver.resolve(name, kind, search=search, lifetime=TIMEOUT_S)
         except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
             return None
+        except dns.exception.Timeout:  # its own words have the time that it took: another cause at each look
+            raise Unresponsive(
+                f"{kind} records of {name} cannot be had: no answer in {TIMEOUT_S:g} s"
+            ) from None
         except (dns.exception.DNSException, OSError) as error:
             said = str(error) or type(error).__name__
             raise Unresponsive(f"{kind} records of {name} cannot be had: {said}") from error

@@ -6,7 +6,8 @@
 An endpoint is what the engine binds: `*` stands for the address at which it was asked. Refused, with a sentence: an
 engine without events, or one that publishes by connecting to somebody else (there is nothing to connect to), ranks
 that do not stand at consecutive ports from rank 0 on (a PodSpec cannot say it), a page without exactly one
-model. A replay socket that is bound to the engine's own loopback is left out, as nobody else reaches it.
+model. A replay socket that is bound elsewhere (its own loopback, as in many examples) is left out: nobody else
+reaches it, and no engine sends us to another machine.
 
 A block size is taken over only where all that the page says of it agrees: a wrong one would have every event
 rejected, none is learned from the first.
@@ -34,7 +35,6 @@ _LINES = re.compile(
     re.MULTILINE,
 )
 _BLOCK_SIZES = ("block_size", "effective_attention_block_size", "hash_block_size")
-_LOOPBACK = re.compile(r"127\.\d+\.\d+\.\d+|localhost|\[::1\]")
 
 
 class _RankSource(msgspec.Struct, frozen=True):
@@ -111,11 +111,11 @@ def _read_sources(
     replay = None
     if all(replays):
         replay = _first([endpoint or "" for endpoint in replays], "replay_endpoint")
-        if _LOOPBACK.fullmatch(replay.host) and not _LOOPBACK.fullmatch(sighting.host):
-            notes = (f"its replay endpoint {replay} is bound to its own loopback: lost batches stay lost",)
-            replay = None
-        elif replay.binds:
+        if replay.binds or replay.host == sighting.host:
             replay = Endpoint(sighting.host, replay.port)
+        else:
+            notes = (f"its replay endpoint {replay} is not bound to {sighting.host}: lost batches stay lost",)
+            replay = None
     else:
         notes = ("it has no replay endpoint: lost batches stay lost",)
     return Endpoint(sighting.host, publisher.port), replay, topics.pop(), len(ranks), notes

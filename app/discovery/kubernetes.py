@@ -12,7 +12,7 @@ and is tried again after a pause that doubles up to PAUSE_S_MAX.
 
 What counts: a pod with an IP that has not run to its end. A deletion, or another uid under the same name, is
 certain, and what that pod held is forgotten at once; a pod that is merely not in a new list has a deadline.
-Rights that it needs: get, list and watch of pods in one namespace. The token is read for each request, as
+Rights that it needs: list and watch of pods in one namespace. The token is read for each request, as
 Kubernetes renews it.
 """
 
@@ -200,12 +200,15 @@ class KubernetesPods:
         if change.type == "BOOKMARK":
             return
         deleted: set[str] = set()
+        before = self._pods.get(pod.metadata.name)
         if change.type == "DELETED":
             self._pods.pop(pod.metadata.name, None)
             deleted.add(pod.metadata.name)
         else:
             self._take(pod, self._pods, deleted)
-        report.seen(dict(self._pods), deleted=deleted)
+        # Most changes of a pod are none of ours, and a picture costs time in proportion to all pods.
+        if self._pods.get(pod.metadata.name) != before:
+            report.seen(dict(self._pods), deleted=deleted)
 
     def _take(self, pod: _Pod, pods: dict[str, Sighting], ended: set[str]) -> None:
         meta, status = pod.metadata, pod.status
@@ -273,7 +276,7 @@ def _refusal(failure: _Failure) -> IndexerError:
         return VersionForgotten(failure.message)
     hints = {
         401: "; the token is not accepted",
-        403: "; the service account needs get, list and watch of pods (deploy/k8s/rbac.yaml)",
+        403: "; the service account needs list and watch of pods (deploy/k8s/rbac.yaml)",
     }
     return Unresponsive(
         f"the Kubernetes API answered {failure.code}: {failure.message or 'no reason given'}"

@@ -20,7 +20,7 @@ import dataclasses
 import enum
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from app.discovery.engine import Learned
 from app.discovery.sightings import Sighting
@@ -129,9 +129,9 @@ class Roster:
 
     # -- time
 
-    def settle(self) -> None:
+    def settle(self, names: Iterable[str] | None = None) -> None:
         """Drops whose deadline is over, and makes the registered pods what they are discovered to be."""
-        for known in list(self.pods.values()):
+        for known in [self.pods[name] for name in (names or list(self.pods)) if name in self.pods]:
             gone_s = known.vanished_at_s
             if gone_s is not None and self._clock() - gone_s >= self._rules.deadline_s:
                 self._drop(known, f"not there for {self._rules.deadline_s:g} s")
@@ -147,7 +147,7 @@ class Roster:
 
     def _see(self, name: str, sighting: Sighting) -> None:
         known = self.pods.get(name)
-        if known is not None and known.sighting == sighting:
+        if known is not None and (known.sighting is sighting or known.sighting == sighting):
             self._welcome_back(known)
             return
         if known is None:

@@ -214,7 +214,7 @@ def test_selectors_choose_what_they_are_for() -> None:
 
 def test_rights_are_those_that_discovery_uses_and_no_more() -> None:
     role, binding = one("Role"), one("RoleBinding")
-    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}]
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
     assert binding["roleRef"]["kind"] == "Role"
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     assert binding["subjects"] == [{"kind": "ServiceAccount", "name": POD["serviceAccountName"]}]

@@ -17,6 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.api.wiring import wired
 from app.config import load_settings
 from app.discovery import dns_names
+from app.discovery.discovery import end
+from app.discovery.pods_file import PodsFile
 from app.errors import InvalidSettings
 from app.main import create_app
 from app.pods import Pod, SourceState
@@ -27,6 +29,7 @@ from app.simulator.pod import PodSettings
 from tests.discovery.dns_server import DnsServer, free_port
 from tests.discovery.kubernetes_api import NAMESPACE, TOKEN, KubernetesApi
 from tests.discovery.waiting import put, until
+from tests.test_serving import serving
 
 PROMPT = list(range(20))
 ENGINE = EngineSettings(cache=KVCacheSettings(capacity_pages=50, block_size=4))
@@ -333,6 +336,29 @@ def test_a_snapshot_remembers_who_found_a_pod(tmp_path: Path, monkeypatch: pytes
         asyncio.run(run(server))
 
 
+def test_the_end_comes_although_a_cancellation_is_lost() -> None:
+    async def run() -> None:
+        lost = 0
+
+        async def loses_two() -> None:
+            nonlocal lost
+            while True:
+                try:
+                    await asyncio.sleep(3_600)
+                except asyncio.CancelledError:
+                    lost += 1
+                    if lost == 3:
+                        raise
+
+        task = asyncio.create_task(loses_two())
+        await asyncio.sleep(0)
+        await end([task])
+        assert task.cancelled()
+        assert lost == 3
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
@@ -347,3 +373,61 @@ def test_a_snapshot_remembers_who_found_a_pod(tmp_path: Path, monkeypatch: pytes
 def test_settings_that_cannot_be(settings: dict[str, str], fault: str) -> None:
     with pytest.raises(InvalidSettings, match=fault):
         create_app(load_settings(**settings))
+
+
+def test_the_command_finds_engines_on_its_own_event_loop() -> None:
+    """`kvindexer serve` runs on uvloop, and this answer of DNS is too long for UDP."""
+
+    async def run(server: DnsServer) -> None:
+        async with engine() as one:
+            srv(server, one=one)
+            server.faults.truncate = True
+            place = {
+                "KVINDEXER_DISCOVERY_DNS": "_http._tcp.vllm.test",
+                "KVINDEXER_DISCOVERY_DNS_SERVER": server.address,
+            }
+            with contextlib.ExitStack() as life:
+                _, port = await asyncio.to_thread(
+                    life.enter_context, serving("serve", "--port", "0", **place)
+                )
+                async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20.0) as http:
+
+                    async def is_ready() -> bool:
+                        return (await http.get("/readyz")).status_code == 200
+
+                    await until(is_ready, "it is ready")
+                    [pod] = (await http.get("/v1/pods")).json()["pods"]
+                assert (pod["pod"], pod["ranks"][0]["state"]) == (name_of("one", one), "live")
+                assert {transport for _, _, transport in server.questions} == {"udp", "tcp"}
+                await asyncio.to_thread(life.close)
+
+    with DnsServer() as server:
+        asyncio.run(run(server))
+
+
+def test_a_fault_of_ours_in_a_place_is_counted_said_and_not_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "pods"
+    file.write_text("a=,model=m\n")
+    real, calls = PodsFile.look, []
+
+    def look(self: PodsFile, seen: Any) -> Any:
+        calls.append(seen)
+        if len(calls) == 1:
+            raise ZeroDivisionError("a fault")
+        return real(self, seen)
+
+    monkeypatch.setattr(PodsFile, "look", look)
+
+    async def run() -> None:
+        async with indexer(pods_file=file) as index:
+            await until(lambda: len(calls) > 1, "it is looked again")
+            put(file, "b=,model=m\n")
+            await until(lambda: set(index.pods) == {"b"}, "it goes on")
+            page = (await index.http.get("/metrics")).text
+            assert 'kvindexer_discovery_questions_total{result="faults"} 1.0' in page
+
+    asyncio.run(run())
+    [record] = [record for record in caplog.records if record.exc_info]
+    assert record.getMessage() == f"discovery of file:{file} failed"

@@ -64,7 +64,9 @@ def test_a_replay_on_the_engines_own_loopback_is_left_out_and_said() -> None:
     learned = read_answers(seen(), SOURCES, PAGE)
     assert learned.spec.zmq_endpoint == "tcp://10.0.0.7:15557"
     assert learned.spec.replay_endpoint is None
-    assert "bound to its own loopback" in learned.notes[0]
+    assert "is not bound to 10.0.0.7: lost batches stay lost" in learned.notes[0]
+    elsewhere = read_answers(seen(), answer(source(replay_endpoint="tcp://10.9.9.9:22")), PAGE)
+    assert elsewhere.spec.replay_endpoint is None, "no engine sends us to another machine"
     without = read_answers(seen(), answer(source(replay_endpoint=None)), PAGE)
     assert without.notes == ("it has no replay endpoint: lost batches stay lost",)
 

@@ -70,6 +70,11 @@ def test_pods_of_the_selector_with_an_address_that_run(api: KubernetesApi, accou
         api.put("vllm-0", phase="Failed")
         await until(lambda: told.names == {"pending"}, "one that failed")
         assert told.deleted == ["done", "vllm-0"]
+        count = len(told.pictures)
+        api.put("pending", ip="10.0.0.2", phase="Running", labels={"app": "vllm", "other": "one"})
+        api.put("vllm-1", ip="10.0.0.3")
+        await until(lambda: "vllm-1" in told.names, "another one")
+        assert len(told.pictures) == count + 1, "a label more changes nothing"
 
     watch(api, account, test)
 
@@ -222,7 +227,7 @@ def failing(api: KubernetesApi, account: Path, *, namespace: str | None = None) 
 
 
 def test_what_fails_says_why(api: KubernetesApi, account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "get, list and watch of pods" in failing(api, account, namespace="elsewhere")
+    assert "needs list and watch of pods" in failing(api, account, namespace="elsewhere")
     api.faults.status = 500
     assert "answered 500: a fault" in failing(api, account)
     api.faults.status = None

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
 
+from app.discovery.discovery import end
 from app.discovery.sightings import Place, Sighting
 
 DEADLINE_S = 30.0
@@ -60,6 +61,4 @@ async def watching(place: Place) -> AsyncIterator[Told]:
     try:
         yield told
     finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await end([task])

@@ -26,6 +26,7 @@ from app.discovery.sightings import Sighting
 from app.endpoints import Endpoint, parse_endpoint, rank_endpoints
 from app.errors import InvalidInput, Unresponsive
 from app.pods import PodSpec
+from app.schemas import NAME_CHARS_MAX
 
 TIMEOUT_S = 3.0
 SOURCES_BYTES_MAX = 1024 * 1024
@@ -34,6 +35,7 @@ _LINES = re.compile(
     rb"^(?:# TYPE )?vllm:(?:num_requests_running|cache_config_info)[ {].*$",
     re.MULTILINE,
 )
+_NAME = re.compile(rf"[^\x00-\x1f\x7f]{{1,{NAME_CHARS_MAX}}}")
 _BLOCK_SIZES = ("block_size", "effective_attention_block_size", "hash_block_size")
 
 
@@ -71,6 +73,9 @@ def read_answers(sighting: Sighting, sources: bytes, page: bytes) -> Learned:
     model, block_size = _read_page(page)
     if said.model is None and model is None:
         raise InvalidInput("its metrics name no model, or several: say model=", field="model")
+    for field, value in (("model", said.model or model), ("topic", topic)):
+        if value and not _NAME.fullmatch(value):
+            raise InvalidInput(f"its {field} is none: {value[:64]!r}", field=field)
     spec = PodSpec(
         sighting.name,
         model=said.model or model or "",

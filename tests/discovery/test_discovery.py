@@ -382,13 +382,11 @@ def test_the_command_finds_engines_on_its_own_event_loop() -> None:
         async with engine() as one:
             srv(server, one=one)
             server.faults.truncate = True
-            place = {
-                "KVINDEXER_DISCOVERY_DNS": "_http._tcp.vllm.test",
-                "KVINDEXER_DISCOVERY_DNS_SERVER": server.address,
-            }
+            options = ("--discovery-dns", "_http._tcp.vllm.test", "--discovery-dns", "other.test")
+            asked = {"KVINDEXER_DISCOVERY_DNS_SERVER": server.address}
             with contextlib.ExitStack() as life:
                 _, port = await asyncio.to_thread(
-                    life.enter_context, serving("serve", "--port", "0", **place)
+                    life.enter_context, serving("serve", "--port", "0", *options, **asked)
                 )
                 async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20.0) as http:
 

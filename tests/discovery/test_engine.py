@@ -135,6 +135,12 @@ TWO_MODELS = PAGE + b'vllm:num_requests_running{engine="1",model_name="other"} 0
         ),
         (answer(source()), b"", "name no model, or several"),
         (answer(source()), TWO_MODELS, "name no model, or several"),
+        (
+            answer(source()),
+            b'vllm:num_requests_running{model_name="' + b"m" * 5_000 + b'"} 0\n',
+            "its model is none",
+        ),
+        (answer(source(topic="a\n")), PAGE, "its topic is none"),
         (answer(source()), b"vllm:num_requests_running{ 3\n", "not Prometheus' text"),
     ],
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from app.discovery import kubernetes
-from app.discovery.kubernetes import Account, KubernetesPods
+from app.discovery.kubernetes import Account, KubernetesPods, may_carry_token
 from tests.discovery.kubernetes_api import NAMESPACE, TOKEN, KubernetesApi
 from tests.discovery.waiting import Told, until, watching
 
@@ -263,6 +263,18 @@ def test_an_event_that_is_none(
         await until(lambda: told.names == {"vllm-0", "vllm-1"}, "the picture")
 
     watch(api, account, test)
+
+
+def test_a_token_goes_encrypted_or_nowhere() -> None:
+    fit = ("https://kubernetes.default.svc", "http://127.0.0.1:8001", "http://[::1]:8001", "http://localhost")
+    unfit = (
+        "http://kubernetes.default.svc",
+        "http://10.0.0.1",
+        "http://127.0.0.1.example.org",
+        "http://localhost@evil.test",
+    )
+    assert all(map(may_carry_token, fit))
+    assert not any(map(may_carry_token, unfit))
 
 
 def test_the_certificate_of_the_account_is_asked_for(account: Path, tmp_path: Path) -> None:

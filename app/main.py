@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -40,6 +42,7 @@ from app.api.short_way import ShortWay
 from app.api.wiring import Wiring, attach
 from app.config import Settings
 from app.discovery.discovery import Discovery, places
+from app.discovery.pods_file import place_of
 from app.errors import IndexerError, InvalidInput, InvalidSettings
 from app.events import EventBatch
 from app.fuzzy_queries import fuzzy_index
@@ -54,10 +57,12 @@ from app.loads import Loads
 from app.metrics import Figures, Metrics
 from app.pods import PodSpec
 from app.readiness import Readiness
+from app.replication.replica import Replica
 from app.router import Router
 from app.service import IndexerService, index_limits
 from app.snapshots.keeper import SnapshotKeeper
 from app.tokenizer.front import Tokenizer
+from app.writers import DirectWriter, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +89,8 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
     index = PrefixIndex(index_limits(settings), contents)
     service = IndexerService(settings, index, clock=clock, contents=contents)
     snapshots = _snapshots(settings, service, index, specs)
+    replica = None if settings.redis_url is None else Replica(settings, service, contents)
+    writer: Writer = DirectWriter(service) if replica is None else replica.writer
     loads = Loads(settings, pods=lambda: [pod.spec for pod in service.pods.values()], clock=clock)
     router = Router(settings, service, clock=clock, polled=loads.load)
     tokenizer = Tokenizer(
@@ -101,6 +108,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
                 "tokenizer": (tokenizer.gauges, tokenizer.counters),
                 "loads": (loads.gauges, loads.counters),
                 "route": (dict, router.counters),
+                "replication": (replica.gauges, replica.counters) if replica else (dict, dict),
                 "snapshot": (snapshots.gauges, snapshots.counters) if snapshots else (dict, dict),
                 "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
             },
@@ -109,10 +117,14 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         )
     )
     ingest = ZmqIngest(service, _zmq_settings(settings), decode=functools.partial(_decode, metrics))
-    service.listeners.append(ingest)
+    if replica is None:
+        service.listeners.append(ingest)
     for spec in specs:
         try:
-            service.register(spec)
+            if replica is None:
+                service.register(spec)
+            else:
+                service.check_spec(spec)
         except IndexerError as error:
             raise InvalidSettings(f"pod {spec.name!r}: {error}") from error
     readiness = Readiness(
@@ -125,6 +137,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
     discovery = Discovery(
         settings,
         service,
+        writer,
         places(settings, file_specs=tuple(file_specs)),
         reserved=frozenset(spec.name for spec in configured),
         registered=readiness.wait_for,
@@ -135,10 +148,31 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         version=__version__,
         description=DESCRIPTION,
         lifespan=lambda _app: _lifespan(
-            settings, service, ingest, metrics, readiness, loads, tokenizer, snapshots, discovery
+            settings,
+            service,
+            ingest,
+            metrics,
+            readiness,
+            loads,
+            tokenizer,
+            snapshots,
+            discovery,
+            replica,
+            specs,
         ),
     )
-    wiring = Wiring(settings, service, metrics, clock, readiness.missing, router, tokenizer, discovery.stats)
+    wiring = Wiring(
+        settings,
+        service,
+        writer,
+        metrics,
+        clock,
+        lambda: readiness.missing() + (replica.missing() if replica else []),
+        router,
+        tokenizer,
+        replica.stats if replica else None,
+        discovery.stats,
+    )
     attach(app, wiring)
     for resource in (
         events,
@@ -168,6 +202,10 @@ def _snapshots(
     path = settings.snapshot_path
     if path is None:
         return None
+    if settings.redis_url is not None:
+        raise InvalidSettings(
+            "snapshot_path and redis_url exclude each other: a file does not know its place in the log"
+        )
     if path.is_dir() or not path.parent.is_dir():
         raise InvalidSettings(f"snapshot_path={str(path)!r}: must be a file in a folder that is there")
     return SnapshotKeeper(
@@ -183,7 +221,7 @@ def _configured_pods(settings: Settings) -> tuple[list[PodSpec], list[PodSpec]]:
     """Those of the setting, and those of the file."""
     try:
         specs = [parse_pod(text) for text in settings.pods]
-        file_specs = [] if settings.pods_file is None else list(read_pods_file(settings.pods_file))
+        file_specs = _pods_of_file(settings.pods_file)
     except InvalidInput as error:
         raise InvalidSettings(str(error)) from error
     counts = Counter(spec.name for spec in [*specs, *file_specs])
@@ -191,6 +229,12 @@ def _configured_pods(settings: Settings) -> tuple[list[PodSpec], list[PodSpec]]:
         if count > 1:
             raise InvalidSettings(f"pod {name!r} is configured {count} times")
     return specs, file_specs
+
+
+def _pods_of_file(path: Path | None) -> list[PodSpec]:
+    if path is None:
+        return []
+    return [dataclasses.replace(spec, discovered_by=place_of(path)) for spec in read_pods_file(path)]
 
 
 def _decode(metrics: Metrics, payload: bytes, *, block_size: int | None = None) -> EventBatch:
@@ -223,11 +267,15 @@ async def _lifespan(
     tokenizer: Tokenizer,
     snapshots: SnapshotKeeper | None,
     discovery: Discovery,
+    replica: Replica | None,
+    specs: list[PodSpec],
 ) -> AsyncIterator[None]:
     if snapshots is not None:
         for spec in await snapshots.restore():
             readiness.wait_for(spec)
         snapshots.start()
+    if replica is not None:
+        replica.start(specs)
     ingest.start()
     loads.start()
     discovery.start()
@@ -243,6 +291,8 @@ async def _lifespan(
         await loads.stop()
         await tokenizer.close()
         ingest.stop()
+        if replica is not None:
+            await replica.stop(settings.shutdown_grace_s)
         if snapshots is not None:
             await snapshots.stop(settings.snapshot_grace_s)
 

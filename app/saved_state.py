@@ -60,7 +60,6 @@ class SavedPod(msgspec.Struct, frozen=True):
     spec: PodSpec
     configured: bool
     sources: list[SavedSource]
-    discovered_by: str | None = None
 
 
 class SavedState(msgspec.Struct, frozen=True):
@@ -131,7 +130,6 @@ def describe(
             pod.spec,
             pod.spec.name in configured,
             [_describe_source(source, index, clock()) for source in pod.sources.values()],
-            pod.discovered_by,
         )
         for pod in registry.pods.values()
     ]
@@ -204,7 +202,10 @@ def _pod(registry: Registry, saved: SavedPod, configured: frozenset[str]) -> Pod
     known = registry.pods.get(name)
     if known is not None:
         as_saved = dataclasses.replace(
-            known.spec, dp_size=saved.spec.dp_size, metrics_url=saved.spec.metrics_url
+            known.spec,
+            dp_size=saved.spec.dp_size,
+            metrics_url=saved.spec.metrics_url,
+            discovered_by=saved.spec.discovered_by,
         )
         if as_saved == saved.spec:
             return known
@@ -214,7 +215,7 @@ def _pod(registry: Registry, saved: SavedPod, configured: frozenset[str]) -> Pod
         logger.info("pod %s is not restored: it is not in the configuration any more", name)
         return None
     try:
-        return registry.register(saved.spec, discovered_by=saved.discovered_by)
+        return registry.register(saved.spec)
     except IndexerError as error:
         logger.warning("pod %s is not restored: %s", name, error)
         return None

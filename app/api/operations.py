@@ -18,7 +18,9 @@ router = APIRouter(tags=["operations"])
 async def stats(request: Request) -> Response:
     """Figures of the index, the sources and the queries since the start."""
     wiring = wiring_of(request)
-    return bodies.answer(request, {**wiring.service.stats(), "discovery": wiring.discovery()})
+    replication = {} if wiring.replication is None else {"replication": wiring.replication()}
+    figures = {**wiring.service.stats(), "discovery": wiring.discovery(), **replication}
+    return bodies.answer(request, figures)
 
 
 @router.get("/healthz", **described(HealthResponse))

@@ -5,8 +5,9 @@ soon as they are seen, every `discovery_interval_s` until they answer (a model l
 after that, as an engine may come back with other ports in the same pod; ASKED_AT_ONCE of them at a time, each with
 a deadline. What was learned stays when a later question fails.
 
-Pods that a snapshot brought back belong to the place that had found them: they are kept until its first picture
-shows that they are gone. Those of a place that is not configured any more are dropped at the deadline.
+Pods that a snapshot or the log brought belong to the place that had found them: they are kept until its first
+picture shows that they are gone. Those of a place that is not configured are dropped at the deadline; so all replicas
+of one log have to be configured with the same places.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from app.discovery.dns_names import DnsName
 from app.discovery.engine import TIMEOUT_S, learn
 from app.discovery.kubernetes import Account, KubernetesPods
 from app.discovery.pods_file import PodsFile
+from app.discovery.registrar import DirectRegistrar, LoggedRegistrar, Registrar
 from app.discovery.roster import Discovered, PlaceState, Roster, Rules
 from app.discovery.sightings import Place
 from app.errors import InvalidInput, InvalidSettings, Unresponsive
 from app.pods import PodSpec
 from app.service import IndexerService
+from app.writers import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +104,7 @@ class Discovery:
         self,
         settings: Settings,
         service: IndexerService,
+        writer: Writer,
         watched: Sequence[Place],
         *,
         reserved: frozenset[str],
@@ -111,7 +115,13 @@ class Discovery:
         self._service = service
         self._clock = clock
         self._watched = list(watched)
+        self._registrar: Registrar = (
+            DirectRegistrar(service)
+            if writer.immediate is not None
+            else LoggedRegistrar(service, writer, pause_s=settings.discovery_interval_s)
+        )
         self._rules = Rules(
+            registrar=self._registrar,
             deadline_s=settings.discovery_deadline_s,
             pods_max=settings.pods_max,
             reserved=reserved,
@@ -135,6 +145,7 @@ class Discovery:
         for place in self._watched:
             self._run(functools.partial(place.watch, self._rosters[place.name]), place.name)
         self._run(self._settle, "settling")
+        self._run(functools.partial(self._registrar.run, self._refused), "registering")
 
     async def stop(self) -> None:
         await end([*self._tasks, *self._asking.values()])
@@ -192,21 +203,28 @@ class Discovery:
         return Roster(name, self._service, self._rules, clock=self._clock)
 
     def _remember(self) -> None:
+        """Pods that are registered as discovered, and that no roster knows."""
         for pod in self._service.pods.values():
-            place = pod.discovered_by
-            if place is None:
+            place = pod.spec.discovered_by
+            if place is None or pod.spec.name in self._rules.owners or pod.spec.name in self._rules.reserved:
                 continue
-            if place not in self._rosters:
-                self._rosters[place] = self._roster(place)
-            self._rosters[place].remember(pod.spec.name, pod.spec)
-        for name, roster in self._rosters.items():
-            if name not in {place.name for place in self._watched}:
+            roster = self._rosters.get(place)
+            if roster is None:
+                roster = self._rosters[place] = self._roster(place)
                 roster.seen({})
-                roster.failed("it is not configured any more")
+                roster.failed("it is not configured")
+            if pod.spec.name not in roster.pods and not self._registrar.is_pending(pod.spec.name):
+                roster.remember(pod.spec)
+
+    def _refused(self, name: str, cause: str) -> None:
+        roster = self._rules.owners.get(name)
+        if roster is not None:
+            roster.not_taken(name, cause)
 
     async def _settle(self) -> None:
         while True:
-            for roster in self._rosters.values():
+            self._remember()
+            for roster in list(self._rosters.values()):
                 names = list(roster.pods)
                 for first in range(0, len(names), SETTLED_AT_ONCE):
                     roster.settle(names[first : first + SETTLED_AT_ONCE])

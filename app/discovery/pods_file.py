@@ -24,7 +24,7 @@ class PodsFile:
     """`first` are the pods that were read from it at the start."""
 
     def __init__(self, path: Path, first: tuple[PodSpec, ...], *, interval_s: float) -> None:
-        self.name = f"file:{path}"
+        self.name = place_of(path)
         self._path = path
         self._first = first
         self._interval_s = interval_s
@@ -57,6 +57,11 @@ class PodsFile:
             return (state if is_settled else None), read_pods_file(self._path), ""
         except InvalidInput as error:
             return (state if is_settled else None), None, str(error)
+
+
+def place_of(path: Path) -> str:
+    """How the place is named, and the pods that come from it."""
+    return f"file:{path}"
 
 
 def _picture(specs: tuple[PodSpec, ...]) -> dict[str, Sighting]:

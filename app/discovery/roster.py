@@ -6,16 +6,20 @@
     in the picture no more        kept, and dropped `deadline_s` later unless it is back; deleted for certain: at once
     a place that fails            nothing changes; it is said
 
+The spec of a discovered pod names its place and its incarnation. So every replica of a service can discover for
+itself: the first that tells the others' news changes the pod, the others' same news then change nothing. And a process
+that finds pods of its place, in a snapshot or in the log, knows which of them to look for.
+
 A name belongs to one place: the first that told it keeps it until its pod vanishes. Names of the configuration
 belong to that. What the place says stands above the API: a pod of it that is deleted or changed there comes back
-as it is discovered, with the next `settle`. Each change is one log line with its cause.
+as it is discovered, but only after `deadline_s`, as another replica may know better already. Each change is one log
+line with its cause.
 
 At most `pods_max` pods; what a picture has beyond is left out, counted in `refused` and said in `cause`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import logging
@@ -23,8 +27,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from app.discovery.engine import Learned
+from app.discovery.registrar import Registrar
 from app.discovery.sightings import Sighting
-from app.errors import IndexerError, UnknownPod
+from app.errors import IndexerError
 from app.pods import PodSpec
 from app.service import IndexerService
 
@@ -49,6 +54,7 @@ class Discovered:
     cause: str = ""  # why it is not registered as it should be
     is_asked: bool = False  # its engine was asked at least once
     is_registered: bool = False
+    differs_since_s: float | None = None  # the service has another pod of the name, or none
     vanished_at_s: float | None = None
 
 
@@ -60,6 +66,7 @@ class Rules:
     pods_max: int
     reserved: frozenset[str]  # names of the configuration
     owners: dict[str, Roster]
+    registrar: Registrar
     ask: Callable[[Roster, Discovered], None]  # begin to ask its engine, until it is forgotten
     forget: Callable[[Discovered], None]
     registered: Callable[[PodSpec], None]
@@ -112,12 +119,13 @@ class Roster:
 
     def learned(self, known: Discovered, learned: Learned) -> None:
         known.is_asked = True
-        if known.spec == learned.spec:
+        spec = self._marked(learned.spec, known.sighting)
+        if known.spec == spec:
             return
         is_new = known.spec is None
-        known.spec = learned.spec
+        known.spec = spec
         if self._register(known):
-            said = "; ".join((f"its engine told {_shown(learned.spec)}", *learned.notes))
+            said = "; ".join((f"its engine told {_shown(spec)}", *learned.notes))
             level = logging.WARNING if learned.notes else logging.INFO
             self._tell("added" if is_new else "changed", known.name, said, level)
 
@@ -133,15 +141,26 @@ class Roster:
         """Drops whose deadline is over, and makes the registered pods what they are discovered to be."""
         for known in [self.pods[name] for name in (names or list(self.pods)) if name in self.pods]:
             gone_s = known.vanished_at_s
-            if gone_s is not None and self._clock() - gone_s >= self._rules.deadline_s:
+            if known.sighting is None and known.name not in self._service.pods:
+                self._forget(known)  # nobody saw it, and it is gone
+            elif gone_s is not None and self._clock() - gone_s >= self._rules.deadline_s:
                 self._drop(known, f"not there for {self._rules.deadline_s:g} s")
-            elif known.spec is not None and not self._is_as_discovered(known):
-                self._register(known)
+            elif known.spec is not None and known.name not in self._rules.reserved:
+                self._settle_one(known)
 
-    def remember(self, name: str, spec: PodSpec) -> None:
-        """A pod that a snapshot brought back, as this place had found it."""
-        self.pods[name] = Discovered(name, None, spec, is_asked=True, is_registered=True)
-        self._rules.owners[name] = self
+    def remember(self, spec: PodSpec) -> None:
+        """A pod of this place that a snapshot brought back, or another replica found; the place decides."""
+        known = Discovered(spec.name, None, spec, is_asked=True, is_registered=True)
+        self.pods[spec.name] = known
+        self._rules.owners[spec.name] = self
+        if self.seen_at_s is not None:
+            known.vanished_at_s = self._clock()
+
+    def not_taken(self, name: str, cause: str) -> None:
+        """The log did not take the pod; it is tried again at the deadline."""
+        known = self.pods.get(name)
+        if known is not None and self._rules.owners.get(name) is self:
+            self._set_cause(known, cause)
 
     # -- inside
 
@@ -165,7 +184,8 @@ class Roster:
             self._amend(known, sighting)
 
     def _add(self, name: str, sighting: Sighting) -> None:
-        known = self.pods[name] = Discovered(name, sighting, sighting.spec)
+        spec = None if sighting.spec is None else self._marked(sighting.spec, sighting)
+        known = self.pods[name] = Discovered(name, sighting, spec)
         if known.spec is None:
             self._rules.ask(self, known)
             return
@@ -174,18 +194,17 @@ class Roster:
             self._tell("added", name, f"told {_shown(known.spec)}")
 
     def _amend(self, known: Discovered, sighting: Sighting) -> None:
-        was_remembered = known.sighting is None
         known.sighting = sighting
         self._welcome_back(known)
         if sighting.spec is None:
             self._rules.forget(known)
             self._rules.ask(self, known)
-        elif known.spec != sighting.spec:
-            known.spec = sighting.spec
+            return
+        spec = self._marked(sighting.spec, sighting)
+        if known.spec != spec:
+            known.spec = spec
             if self._register(known):
-                self._tell("changed", known.name, f"told {_shown(sighting.spec)}")
-        elif was_remembered:
-            known.is_asked = True
+                self._tell("changed", known.name, f"told {_shown(spec)}")
 
     def _welcome_back(self, known: Discovered) -> None:
         if known.vanished_at_s is not None:
@@ -202,17 +221,27 @@ class Roster:
             self._set_cause(known, f"{owner.place} has a pod of this name")
         else:
             try:
-                pod = self._service.register(spec, discovered_by=self.place)
+                self._rules.registrar.register(spec)
             except IndexerError as error:
                 self._set_cause(known, str(error))
                 return False
             if owner is not None and owner is not self:
                 owner.pods.pop(known.name)
             self._rules.owners[known.name] = self
-            known.spec, known.cause, known.is_registered = pod.spec, "", True
-            self._rules.registered(pod.spec)
+            known.cause, known.differs_since_s = "", self._clock()
+            self._rules.registered(spec)
+            self._is_as_discovered(known)
             return True
         return False
+
+    def _settle_one(self, known: Discovered) -> None:
+        if self._rules.owners.get(known.name) is not self:
+            self._register(known)
+        elif not self._is_as_discovered(known):
+            if known.differs_since_s is None:
+                known.differs_since_s = self._clock()
+            elif self._clock() - known.differs_since_s >= self._rules.deadline_s:
+                self._register(known)
 
     def yields(self, name: str) -> bool:
         """Whether another place may have the name: the pod is not there any more as far as is known here."""
@@ -221,17 +250,30 @@ class Roster:
 
     def _is_as_discovered(self, known: Discovered) -> bool:
         pod = self._service.pods.get(known.name)
-        return (
-            pod is not None and pod.spec is known.spec and self._rules.owners.get(known.name) is self
-        ) or known.name in self._rules.reserved
+        known.is_registered = pod is not None and (pod.spec is known.spec or pod.spec == known.spec)
+        if pod is not None and known.is_registered:
+            known.spec, known.cause, known.differs_since_s = pod.spec, "", None
+        return known.is_registered
 
-    def _drop(self, known: Discovered, cause: str) -> None:
+    def _marked(self, spec: PodSpec, sighting: Sighting | None) -> PodSpec:
+        incarnation = "" if sighting is None else sighting.incarnation
+        return dataclasses.replace(spec, discovered_by=self.place, incarnation=incarnation)
+
+    def _forget(self, known: Discovered) -> bool:
+        """Whether the name was its own."""
         del self.pods[known.name]
         self._rules.forget(known)
-        if self._rules.owners.get(known.name) is self:
+        is_owner = self._rules.owners.get(known.name) is self
+        if is_owner:
             del self._rules.owners[known.name]
-            with contextlib.suppress(UnknownPod):  # deleted over the API meanwhile
-                self._service.drop_pod(known.name)
+        return is_owner
+
+    def _drop(self, known: Discovered, cause: str) -> None:
+        if self._forget(known):
+            pod = self._service.pods.get(known.name)
+            ours = {"", "" if known.spec is None else known.spec.incarnation}
+            if pod is not None and pod.spec.incarnation in ours:  # else a replica has its successor already
+                self._rules.registrar.drop(known.name)
             self._tell("dropped", known.name, cause)
 
     def _set_cause(self, known: Discovered, cause: str) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 import kubernetes_validate
 import pytest
+import redis.asyncio
 from ruamel.yaml import YAML
 
 from app.config import PREFIX, Settings, load_settings, variable
@@ -32,13 +33,13 @@ from app.errors import InvalidSettings
 from app.main import create_app
 from app.simulator.fleet import RunningPod
 from app.simulator.pod import PodSettings
-from tests.deploy.test_deployment import DEADLINE_S, ROOT
+from tests.deploy.test_deployment import DEADLINE_S, ROOT, free_port
 from tests.discovery.kubernetes_api import NAMESPACE, TOKEN, KubernetesApi
 from tests.discovery.waiting import until
 from tests.test_serving import serving
 
 FOLDER = ROOT / "deploy" / "k8s"
-FOLDERS = (FOLDER, FOLDER / "monitoring", FOLDER / "vllm")
+FOLDERS = (FOLDER, FOLDER / "monitoring", FOLDER / "redis", FOLDER / "vllm")
 OLDEST = "1.29"  # that docs/kubernetes.md promises
 
 Manifest = dict[str, Any]
@@ -82,6 +83,7 @@ POD = one("Deployment")["spec"]["template"]["spec"]
 [CONTAINER] = POD["containers"]
 ENGINE_POD = one("Deployment", "vllm")["spec"]["template"]["spec"]
 [ENGINE] = ENGINE_POD["containers"]
+[REDIS] = one("StatefulSet", "kvindexer-redis")["spec"]["template"]["spec"]["containers"]
 SETTINGS = dict(
     literal.split("=", 1) for literal in kustomization(FOLDER)["configMapGenerator"][0]["literals"]
 )
@@ -142,11 +144,13 @@ def test_the_deployment_is_rolled_when_a_setting_changes() -> None:
 # -- against the program
 
 
-def test_settings_are_known_and_can_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_settings_are_known_and_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(name.startswith(PREFIX) for name in SETTINGS)
     known = settings(monkeypatch)
     assert known.discovery_kubernetes is not None
-    create_app(known.model_copy(update={"snapshot_path": tmp_path / "snapshot"}))
+    create_app(known)
+    monkeypatch.setenv("KVINDEXER_REDIS_URL", "redis://:secret@kvindexer-redis:6379/0")
+    create_app(settings(monkeypatch))  # nothing of it excludes Redis
     fields = {variable(field) for field in Settings.model_fields}
     assert {entry["name"] for entry in CONTAINER["env"] if entry["name"].startswith(PREFIX)} <= fields
 
@@ -225,14 +229,15 @@ def test_rights_are_those_that_discovery_uses_and_no_more() -> None:
 
 def test_secrets_come_by_reference() -> None:
     assert not [path for path, each in WRITTEN if each["kind"] == "Secret"]
-    for container in (CONTAINER, ENGINE):
+    assert SETTINGS.get("KVINDEXER_REDIS_URL") is None
+    for container in (CONTAINER, ENGINE, REDIS):
         for entry in container["env"]:
             secretive = re.search(r"TOKEN|KEY|SECRET|PASSWORD|REDIS_URL", entry["name"])
             assert ("secretKeyRef" in entry.get("valueFrom", {})) == bool(secretive), entry["name"]
     assert not [name for name in SETTINGS if re.search(r"TOKEN$|KEYS?$|SECRET|PASSWORD|REDIS_URL", name)]
 
 
-def test_nothing_runs_as_root_or_writes_beside_its_volumes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_runs_as_root_or_writes_beside_its_volumes() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text()
     [user] = re.findall(r"^USER (\d+):(\d+)$", dockerfile, re.MULTILINE)
     said = POD["securityContext"]
@@ -248,9 +253,6 @@ def test_nothing_runs_as_root_or_writes_beside_its_volumes(monkeypatch: pytest.M
     volumes = {volume["name"]: volume for volume in POD["volumes"]}
     assert set(mounts.values()) == set(volumes)
     assert all("sizeLimit" in volume["emptyDir"] for volume in volumes.values())
-    snapshot = settings(monkeypatch).snapshot_path
-    assert snapshot is not None
-    assert snapshot.parent in mounts
     [home] = re.findall(r"HF_HOME=(\S+)", dockerfile)
     assert Path(home).parent in mounts
     for resource in ("cpu", "memory"):
@@ -261,12 +263,85 @@ def test_an_orderly_end_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     known = settings(monkeypatch)
     command, wait_s = CONTAINER["lifecycle"]["preStop"]["exec"]["command"]
     assert command == "sleep"
-    assert (
-        POD["terminationGracePeriodSeconds"] > float(wait_s) + known.shutdown_grace_s + known.snapshot_grace_s
+    assert known.snapshot_path is None, "its grace would have to be added"
+    assert POD["terminationGracePeriodSeconds"] > float(wait_s) + 2 * known.shutdown_grace_s
+
+
+# -- the Redis beside it
+
+
+def test_redis_is_reached_by_the_replicas_alone() -> None:
+    pod = one("StatefulSet", "kvindexer-redis")["spec"]["template"]
+    [port] = REDIS["ports"]
+    [served] = one("Service", "kvindexer-redis")["spec"]["ports"]
+    labels = pod["metadata"]["labels"]
+    assert one("StatefulSet", "kvindexer-redis")["spec"]["serviceName"] == "kvindexer-redis"
+    assert one("Service", "kvindexer-redis")["spec"]["selector"] == labels
+    assert (port["name"], served["port"], served["targetPort"]) == ("redis", port["containerPort"], "redis")
+    policy = one("NetworkPolicy", "kvindexer-redis")["spec"]
+    assert policy["podSelector"]["matchLabels"] == labels
+    replicas = one("Deployment")["spec"]["template"]["metadata"]["labels"]
+    [into] = policy["ingress"]
+    assert into["from"] == [{"podSelector": {"matchLabels": replicas}}]
+    [out] = [rule for rule in one("NetworkPolicy")["spec"]["egress"] if _to(rule) == labels]
+    assert [rule["ports"] for rule in (into, out)] == [[{"port": served["port"], "protocol": "TCP"}]] * 2
+    assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+    assert REDIS["securityContext"] == CONTAINER["securityContext"]
+
+
+def test_the_command_of_redis_keeps_the_log_and_asks_for_the_password(tmp_path: Path) -> None:
+    """As it stands, but for its port and its folder."""
+    for program in ("redis-server", "redis-cli"):
+        if shutil.which(program) is None:
+            assert "CI" not in os.environ, f"{program} is missing"
+            pytest.skip("redis-server is not installed")
+    port = free_port()
+    [script] = REDIS["args"]
+    here = script.replace("--dir /data", f"--dir {tmp_path} --port {port} --bind 127.0.0.1")
+    password = {"REDIS_PASSWORD": "a b#c"}
+    process = subprocess.Popen(
+        [*REDIS["command"], here], env={**os.environ, **password}, stdout=subprocess.DEVNULL
     )
+
+    async def run() -> None:
+        client = redis.asyncio.Redis(port=port, password="a b#c")
+
+        async def answers() -> bool:
+            with contextlib.suppress(redis.ConnectionError):
+                return bool(await client.ping())
+            return False
+
+        await until(answers, "it answers to the password")
+        assert (await client.config_get("maxmemory-policy"))["maxmemory-policy"] == "noeviction"
+        assert (await client.config_get("appendonly"))["appendonly"] == "yes"
+        await client.aclose()
+        stranger = redis.asyncio.Redis(port=port)
+        with pytest.raises(redis.AuthenticationError):
+            await stranger.ping()
+        await stranger.aclose()
+
+    try:
+        asyncio.run(run())
+        ready = [part.replace("redis-cli", f"redis-cli -p {port}") for part in _probe(REDIS)]
+        assert subprocess.run(ready, env={**os.environ, **password}, check=False).returncode == 0
+        assert subprocess.run(ready, env={**os.environ, "REDIS_PASSWORD": "x"}, check=False).returncode != 0
+    finally:
+        process.terminate()
+        code = process.wait(DEADLINE_S)
+    assert code == 0, "the signal is Redis' own"
+
+
+def _probe(container: Manifest) -> list[str]:
+    command: list[str] = container["readinessProbe"]["exec"]["command"]
+    return command
 
 
 # -- the engine beside it
+
+
+def _to(rule: Manifest) -> Any:
+    """The labels of the pods that a rule of egress is for."""
+    return rule["to"][0]["podSelector"]["matchLabels"] if "to" in rule else None
 
 
 def engine_arguments() -> dict[str, str]:
@@ -289,8 +364,7 @@ def test_the_indexer_finds_the_example_and_can_reach_it(monkeypatch: pytest.Monk
     ports = {int(spec.zmq_endpoint.rpartition(":")[2]), int(spec.replay_endpoint.rpartition(":")[2])}  # type: ignore[union-attr]
     ports.add(said.engine_port or 0)
     assert {port["containerPort"] for port in ENGINE["ports"]} == ports
-    out = one("NetworkPolicy")["spec"]["egress"][-1]
-    assert out["to"] == [{"podSelector": {"matchLabels": labels}}]
+    [out] = [rule for rule in one("NetworkPolicy")["spec"]["egress"] if _to(rule) == labels]
     into = [port for rule in one("NetworkPolicy", "vllm")["spec"]["ingress"] for port in rule["ports"]]
     for rules in (out["ports"], into):
         assert all(
@@ -317,7 +391,6 @@ def test_the_deployments_process_follows_an_engine(tmp_path: Path) -> None:
                 "KVINDEXER_DISCOVERY_KUBERNETES_ENGINES": f"port={engine.url.rpartition(':')[2]}",
                 "KVINDEXER_DISCOVERY_KUBERNETES_API_URL": api.url,
                 "KVINDEXER_DISCOVERY_KUBERNETES_ACCOUNT": str(tmp_path),
-                "KVINDEXER_SNAPSHOT_PATH": str(tmp_path / "snapshot"),
             }
             process, port = await asyncio.to_thread(
                 life.enter_context, serving(*CONTAINER["args"], **SETTINGS | here)
@@ -333,7 +406,6 @@ def test_the_deployments_process_follows_an_engine(tmp_path: Path) -> None:
             api.end_watches()
             process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(process.wait, DEADLINE_S) == 0
-            assert (tmp_path / "snapshot").exists()
         finally:
             await engine.stop()
 

@@ -264,7 +264,7 @@ def test_metrics_of_a_place(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with indexer(pods_file=file, discovery_deadline_s=3_600.0) as index:
-            await until(lambda: index.pods["b"].discovered_by, "the file is watched")
+            await until(lambda: index.pods["b"].spec.discovered_by, "the file is watched")
             put(file, "a=,model=m\n")
             shown = {"registered": 1, "waiting": 0, "vanished": 1, "refused": 0}
             await index.until_place("pods", shown)
@@ -297,7 +297,7 @@ def test_a_configured_pod_stays_when_the_file_beside_it_changes(tmp_path: Path) 
 
     async def run() -> None:
         async with indexer(pods_file=file, pods=("b=,model=m",)) as index:
-            await until(lambda: index.pods["a"].discovered_by, "the file is watched")
+            await until(lambda: index.pods["a"].spec.discovered_by, "the file is watched")
             put(file, "b=,model=other\n")
             await until(lambda: "a" not in index.pods, "its pod is dropped")
             assert index.pods["b"].spec.model == "m"

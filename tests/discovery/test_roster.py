@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from app.config import load_settings
 from app.discovery.engine import Learned
+from app.discovery.registrar import DirectRegistrar
 from app.discovery.roster import Discovered, PlaceState, Roster, Rules
 from app.discovery.sightings import Said, Sighting, sight
 from app.index.prefix_index import PrefixIndex
@@ -29,6 +31,7 @@ class World:
         self.asked: dict[str, tuple[Roster, Discovered]] = {}
         self.registered: list[str] = []
         self.rules = Rules(
+            registrar=DirectRegistrar(self.service),
             deadline_s=DEADLINE_S,
             pods_max=pods_max,
             reserved=frozenset(reserved),
@@ -46,6 +49,9 @@ class World:
 
     def hold(self, pod: str) -> None:
         self.service.apply(pod, 0, batch(stored(0)), seq=0)
+
+    def endpoint(self, pod: str) -> str | None:
+        return self.service.pod(pod).spec.zmq_endpoint
 
     def holds(self, pod: str) -> bool:
         return any(self.service.blocks_by_tier(pod, 0).values())
@@ -74,8 +80,8 @@ def test_a_pod_is_registered_with_its_place(world: World) -> None:
     roster = world.roster("dns:vllm")
     assert str(roster.state) == PlaceState.STARTING
     roster.seen(said("a"))
-    assert world.service.pod("a").spec == spec("a")
-    assert world.service.pod("a").discovered_by == "dns:vllm"
+    assert world.endpoint("a") == "tcp://10.0.0.1:5557"
+    assert world.service.pod("a").spec.discovered_by == "dns:vllm"
     assert str(roster.state) == PlaceState.WORKING
     assert world.registered == ["a"]
     roster.seen(said("a"))
@@ -90,12 +96,12 @@ def test_a_pod_to_be_asked_is_registered_when_it_has_told(world: World) -> None:
     roster.unanswered(known, "it loads its model")
     assert (known.cause, known.is_asked) == ("it loads its model", True)
     roster.learned(known, Learned(spec("a")))
-    assert world.service.pod("a").spec == spec("a")
+    assert world.endpoint("a") == "tcp://10.0.0.1:5557"
     assert known.cause == ""
     roster.unanswered(known, "it is busy")
-    assert world.service.pod("a").spec == spec("a"), "what was learned stays"
+    assert world.endpoint("a") == "tcp://10.0.0.1:5557", "what was learned stays"
     roster.learned(known, Learned(spec("a", host="10.0.0.2")))
-    assert world.service.pod("a").spec == spec("a", host="10.0.0.2")
+    assert world.endpoint("a") == "tcp://10.0.0.2:5557"
 
 
 @pytest.mark.parametrize("after_s", [0, 1, DEADLINE_S - 0.001, DEADLINE_S, DEADLINE_S + 1])
@@ -140,7 +146,7 @@ def test_another_incarnation_at_the_same_address_starts_empty(world: World) -> N
     world.hold("a")
     roster.seen(said("a", "uid-2"))
     assert not world.holds("a")
-    assert world.service.pod("a").spec == spec("a")
+    assert world.endpoint("a") == "tcp://10.0.0.1:5557"
 
 
 def test_another_incarnation_of_a_vanished_pod_starts_empty(world: World) -> None:
@@ -187,9 +193,13 @@ def test_what_the_api_changes_comes_back_as_it_is_discovered(world: World) -> No
     world.service.drop_pod("a")
     world.service.register(spec("b", host="10.0.0.9"))
     roster.settle()
-    assert world.service.pod("a").spec == spec("a")
-    assert world.service.pod("b").spec == spec("b")
-    assert world.service.pod("b").discovered_by == "place"
+    assert "a" not in world.service.pods, "another replica may know better already"
+    assert world.endpoint("b") == "tcp://10.0.0.9:5557"
+    world.now_s += DEADLINE_S
+    roster.settle()
+    assert world.endpoint("a") == "tcp://10.0.0.1:5557"
+    assert world.endpoint("b") == "tcp://10.0.0.1:5557"
+    assert world.service.pod("b").spec.discovered_by == "place"
 
 
 def test_a_name_of_the_configuration_is_left_to_it() -> None:
@@ -198,7 +208,7 @@ def test_a_name_of_the_configuration_is_left_to_it() -> None:
     roster = world.roster()
     roster.seen(said("a"))
     roster.settle()
-    assert world.service.pod("a").spec == spec("a", host="10.0.0.9")
+    assert world.endpoint("a") == "tcp://10.0.0.9:5557"
     assert roster.pods["a"].cause == "a pod of this name is configured"
     roster.seen({}, deleted={"a"})
     assert "a" in world.service.pods
@@ -209,12 +219,12 @@ def test_two_places_with_one_name(world: World) -> None:
     first.seen(said("a"))
     second.seen(said("a", host="10.0.0.2"))
     second.settle()
-    assert world.service.pod("a").spec == spec("a")
+    assert world.endpoint("a") == "tcp://10.0.0.1:5557"
     assert second.pods["a"].cause == "first has a pod of this name"
     first.seen({})
     second.settle()
-    assert world.service.pod("a").spec == spec("a", host="10.0.0.2")
-    assert world.service.pod("a").discovered_by == "second"
+    assert world.endpoint("a") == "tcp://10.0.0.2:5557"
+    assert world.service.pod("a").spec.discovered_by == "second"
     world.now_s += DEADLINE_S
     first.settle()
     assert "a" in world.service.pods, "it is the second's now"
@@ -248,8 +258,9 @@ def test_no_room_in_the_service_is_tried_again() -> None:
 def test_a_remembered_pod_waits_for_the_first_picture(world: World) -> None:
     roster = world.roster()
     for name in ("stays", "moved", "gone"):
-        world.service.register(spec(name), discovered_by="place")
-        roster.remember(name, spec(name))
+        found = dataclasses.replace(spec(name), discovered_by="place", incarnation="1")
+        world.service.register(found)
+        roster.remember(found)
         world.hold(name)
     roster.failed("no answer")
     world.now_s += 100 * DEADLINE_S

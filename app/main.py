@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -45,6 +46,7 @@ from app.discovery.discovery import Discovery, places
 from app.discovery.pods_file import place_of
 from app.errors import IndexerError, InvalidInput, InvalidSettings
 from app.events import EventBatch
+from app.fuzzy.fuzzy_index import FuzzyIndex
 from app.fuzzy_queries import fuzzy_index
 from app.index.prefix_index import PrefixIndex
 from app.ingest.feed import QueueLimits
@@ -57,12 +59,15 @@ from app.loads import Loads
 from app.metrics import Figures, Metrics
 from app.pods import PodSpec
 from app.readiness import Readiness
-from app.replication.replica import Replica
 from app.router import Router
 from app.service import IndexerService, index_limits
 from app.snapshots.keeper import SnapshotKeeper
 from app.tokenizer.front import Tokenizer
+from app.tracing import Spans, open_spans
 from app.writers import DirectWriter, Writer
+
+if TYPE_CHECKING:
+    from app.replication.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +94,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
     index = PrefixIndex(index_limits(settings), contents)
     service = IndexerService(settings, index, clock=clock, contents=contents)
     snapshots = _snapshots(settings, service, index, specs)
-    replica = None if settings.redis_url is None else Replica(settings, service, contents)
+    replica = None if settings.redis_url is None else _replica(settings, service, contents)
     writer: Writer = DirectWriter(service) if replica is None else replica.writer
     loads = Loads(settings, pods=lambda: [pod.spec for pod in service.pods.values()], clock=clock)
     router = Router(settings, service, clock=clock, polled=loads.load)
@@ -114,6 +119,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
             },
             places=lambda: discovery.figures(),
             questions=lambda: discovery.questions(),
+            clock=clock,
         )
     )
     ingest = ZmqIngest(service, _zmq_settings(settings), decode=functools.partial(_decode, metrics))
@@ -127,6 +133,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
                 service.check_spec(spec)
         except IndexerError as error:
             raise InvalidSettings(f"pod {spec.name!r}: {error}") from error
+    spans = open_spans(settings)
     readiness = Readiness(
         service,
         specs,
@@ -157,6 +164,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
             tokenizer,
             snapshots,
             discovery,
+            spans,
             replica,
             specs,
         ),
@@ -189,7 +197,12 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         app.include_router(resource.router)
     # From the inside out. What must hold for every request (metrics; a check of keys, when there is one) stands
     # outside of the short way, so that no request can go around it.
-    app.front = RequestObservation(ShortWay(app.framework, wiring=wiring), metrics=metrics)
+    app.front = RequestObservation(
+        ShortWay(app.framework, wiring=wiring),
+        metrics=metrics,
+        access_log_every=settings.access_log_every,
+        spans=spans,
+    )
     pages.install(app)
     problems.install(app)
     document.install(app)
@@ -256,6 +269,13 @@ def _zmq_settings(settings: Settings) -> ZmqSettings:
     )
 
 
+def _replica(settings: Settings, service: IndexerService, contents: FuzzyIndex | None) -> Replica:
+    # Redis's client takes a quarter of a second to import: only who has a Redis pays for it.
+    from app.replication.replica import Replica
+
+    return Replica(settings, service, contents)
+
+
 @contextlib.asynccontextmanager
 async def _lifespan(
     settings: Settings,
@@ -267,6 +287,7 @@ async def _lifespan(
     tokenizer: Tokenizer,
     snapshots: SnapshotKeeper | None,
     discovery: Discovery,
+    spans: Spans | None,
     replica: Replica | None,
     specs: list[PodSpec],
 ) -> AsyncIterator[None]:
@@ -295,6 +316,8 @@ async def _lifespan(
             await replica.stop(settings.shutdown_grace_s)
         if snapshots is not None:
             await snapshots.stop(settings.snapshot_grace_s)
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
 
 
 async def _tick(service: IndexerService, metrics: Metrics, interval_s: float) -> None:

@@ -62,6 +62,9 @@ class Indexer:
 
         await until(holds, f"{name} holds {blocks} blocks")
 
+    async def has_begun(self) -> bool:
+        return (await self.http.get("/v1/stats")).status_code == 200
+
     async def place(self) -> dict[str, Any]:
         """The first one's."""
         place: dict[str, Any] = (await self.http.get("/v1/stats")).json()["discovery"][0]
@@ -92,7 +95,9 @@ async def indexer(**settings: Any) -> AsyncIterator[Indexer]:
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://indexer") as http,
     ):
-        yield Indexer(http, app)
+        index = Indexer(http, app)
+        await until(index.has_begun, "its snapshot is read")
+        yield index
 
 
 @contextlib.asynccontextmanager
@@ -328,7 +333,7 @@ def test_a_snapshot_remembers_who_found_a_pod(tmp_path: Path, monkeypatch: pytes
                 server.faults.rcode = None
                 await until(lambda: second not in index.pods, "the one that left is dropped")
                 assert await index.holds(first) == 5
-            async with indexer(**kept) as index:
+            async with indexer(**{**kept, "discovery_deadline_s": 2.0}) as index:
                 assert set(index.pods) == {first}
                 await until(lambda: not index.pods, "nobody says that it is there")
 

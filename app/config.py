@@ -62,7 +62,44 @@ class Settings(BaseSettings):
     )
     pods_file: Path | None = Field(
         None,
-        description="File with one such pod a line; blank lines and lines that start with '#' are skipped.",
+        description="File with one such pod a line; blank lines and lines that start with '#' are skipped. "
+        "It is read again when it changes.",
+    )
+    discovery_dns: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        max_length=256,
+        description="DNS names with a pod behind each address or SRV record, separated by ';', each as "
+        "`name,port=8000`.",
+    )
+    discovery_dns_server: str | None = Field(
+        None, description="DNS server that is asked, as `10.0.0.10:53`; the system's where it is not said."
+    )
+    discovery_kubernetes: str | None = Field(
+        None, min_length=1, description="Label selector of the pods to follow, as `app=vllm`."
+    )
+    discovery_kubernetes_namespace: str | None = Field(
+        None, min_length=1, description="Their namespace; the indexer's own where it is not said."
+    )
+    discovery_kubernetes_engines: str = Field(
+        "port=8000", description="What is said of their engines, as behind the name in `discovery_dns`."
+    )
+    discovery_kubernetes_api_url: str = Field(
+        "https://kubernetes.default.svc",
+        pattern=r"^https?://[^\s/]+[^\s]*$",
+        description="Where the Kubernetes API answers; `kubectl proxy` gives one outside of a cluster.",
+    )
+    discovery_kubernetes_account: Path = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+        description="Folder with `token`, `ca.crt` and `namespace` of the service account.",
+    )
+    discovery_interval_s: float = Field(
+        5.0,
+        ge=0.05,
+        le=3_600,
+        description="Seconds between two looks at a place, or at an engine that is silent.",
+    )
+    discovery_deadline_s: float = Field(
+        30.0, ge=0, description="Seconds after which a discovered pod that vanished is dropped."
     )
     pods_max: int = Field(
         10_000, ge=1, description="Pods that can be registered, those that announce themselves included."
@@ -293,7 +330,7 @@ class Settings(BaseSettings):
         pairs = (part.partition("=")[::2] for part in self.tokenizers)
         return {model.strip(): _tokenizer_source(source.strip()) for model, source in pairs}
 
-    @field_validator("pods", mode="before")
+    @field_validator("pods", "discovery_dns", mode="before")
     @classmethod
     def _split_pods(cls, value: Any) -> Any:
         if isinstance(value, str):

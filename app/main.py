@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -41,6 +43,8 @@ from app.api.short_way import ShortWay
 from app.api.starting import Starting
 from app.api.wiring import Wiring, attach
 from app.config import Settings
+from app.discovery.discovery import Discovery, places
+from app.discovery.pods_file import place_of
 from app.errors import IndexerError, InvalidInput, InvalidSettings
 from app.events import EventBatch
 from app.fuzzy.fuzzy_index import FuzzyIndex
@@ -88,7 +92,8 @@ class Application(FastAPI):
 
 def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> Application:
     """Raises InvalidSettings for configured pods that cannot be."""
-    specs = _configured_pods(settings)
+    configured, file_specs = _configured_pods(settings)
+    specs = [*configured, *file_specs]
     contents = fuzzy_index(settings)
     index = PrefixIndex(index_limits(settings), contents)
     service = IndexerService(settings, index, clock=clock, contents=contents)
@@ -116,6 +121,8 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
                 "snapshot": (snapshots.gauges, snapshots.counters) if snapshots else (dict, dict),
                 "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
             },
+            places=lambda: discovery.figures(),
+            questions=lambda: discovery.questions(),
             clock=clock,
         )
     )
@@ -131,7 +138,22 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         except IndexerError as error:
             raise InvalidSettings(f"pod {spec.name!r}: {error}") from error
     spans = open_spans(settings)
-    readiness = Readiness(service, specs, clock=clock, grace_s=settings.ready_grace_s)
+    readiness = Readiness(
+        service,
+        specs,
+        clock=clock,
+        grace_s=settings.ready_grace_s,
+        unfinished=lambda: discovery.unfinished(),
+    )
+    discovery = Discovery(
+        settings,
+        service,
+        writer,
+        places(settings, file_specs=tuple(file_specs)),
+        reserved=frozenset(spec.name for spec in configured),
+        registered=readiness.wait_for,
+        clock=clock,
+    )
     start = Start()
     app = Application(
         title="kvindexer",
@@ -146,6 +168,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
             loads,
             tokenizer,
             snapshots,
+            discovery,
             start,
             spans,
             replica,
@@ -163,6 +186,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         router,
         tokenizer,
         replica.stats if replica else None,
+        discovery.stats,
     )
     attach(app, wiring)
     for resource in (
@@ -213,18 +237,24 @@ def _snapshots(
     )
 
 
-def _configured_pods(settings: Settings) -> list[PodSpec]:
+def _configured_pods(settings: Settings) -> tuple[list[PodSpec], list[PodSpec]]:
+    """Those of the setting, and those of the file."""
     try:
         specs = [parse_pod(text) for text in settings.pods]
-        if settings.pods_file is not None:
-            specs += read_pods_file(settings.pods_file)
+        file_specs = _pods_of_file(settings.pods_file)
     except InvalidInput as error:
         raise InvalidSettings(str(error)) from error
-    counts = Counter(spec.name for spec in specs)
+    counts = Counter(spec.name for spec in [*specs, *file_specs])
     for name, count in counts.items():
         if count > 1:
             raise InvalidSettings(f"pod {name!r} is configured {count} times")
-    return specs
+    return specs, file_specs
+
+
+def _pods_of_file(path: Path | None) -> list[PodSpec]:
+    if path is None:
+        return []
+    return [dataclasses.replace(spec, discovered_by=place_of(path)) for spec in read_pods_file(path)]
 
 
 def _decode(metrics: Metrics, payload: bytes, *, block_size: int | None = None) -> EventBatch:
@@ -263,6 +293,7 @@ async def _lifespan(
     loads: Loads,
     tokenizer: Tokenizer,
     snapshots: SnapshotKeeper | None,
+    discovery: Discovery,
     start: Start,
     spans: Spans | None,
     replica: Replica | None,
@@ -277,6 +308,7 @@ async def _lifespan(
             replica.start(specs)
         ingest.start()
         loads.start()
+        discovery.start()
         readiness.begin()
 
     await start.run(begin(), aside=snapshots is not None)
@@ -288,6 +320,7 @@ async def _lifespan(
         timer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await timer
+        await discovery.stop()
         await loads.stop()
         await tokenizer.close()
         ingest.stop()

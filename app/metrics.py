@@ -16,8 +16,8 @@ import itertools
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -189,6 +189,23 @@ _PART_COUNTERS = {
 Count = Callable[[], Mapping[str, float]]
 
 
+class Place(Protocol):
+    """A place of discovery: app/discovery says what the words mean."""
+
+    @property
+    def place(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def seen_age_s(self) -> float | None: ...
+    @property
+    def pods(self) -> Mapping[str, int]: ...
+    @property
+    def looks(self) -> Mapping[str, int]: ...
+    @property
+    def changes(self) -> Mapping[str, int]: ...
+
+
 class _Distribution:
     """A histogram of one thread: a tenth of the cost of prometheus_client's, whose every number has a lock."""
 
@@ -213,7 +230,7 @@ class Figures:
     """Where a scrape reads what others count: called on the service's thread.
 
     `stats` is IndexerService.stats; `gauges` and `counters` are those of the ZMQ ingest, by name; `parts` has both
-    of others by the name of the part.
+    of others by the name of the part; `places` and `questions` are those of the discovery.
     """
 
     stats: Callable[[], Mapping[str, Any]]
@@ -221,6 +238,8 @@ class Figures:
     gauges: Callable[[], Mapping[str, int]]
     counters: Callable[[], Mapping[str, int]]
     parts: Mapping[str, tuple[Count, Count]] = dataclasses.field(default_factory=dict)
+    places: Callable[[], Sequence[Place]] = tuple
+    questions: Count = dict
     clock: Callable[[], float] = time.monotonic  # the service's
 
 
@@ -295,6 +314,11 @@ class _FiguresCollector(Collector):
         for key, documentation in _ZMQ_COUNTERS.items():
             yield _counter(f"zmq_{key}", documentation, value=counters.get(key, 0))
         yield from _part_families(self._figures.parts)
+        yield from _place_families(self._figures.places())
+        yield _by_label(
+            _counter("discovery_questions", "Times that an engine was asked what it is", "result"),
+            self._figures.questions(),
+        )
         yield _gauge("pods", "Registered pods", value=len(pods))
         yield _gauge("uptime_seconds", "Time since the start", value=stats["uptime_s"])
         yield from _pod_families(pods)
@@ -308,6 +332,22 @@ def _part_families(parts: Mapping[str, tuple[Count, Count]]) -> Iterator[Metric]
             yield _gauge(f"{part}_{key}", documentation, value=gauges.get(key, 0))
         for key, documentation in _PART_COUNTERS.get(part, {}).items():
             yield _counter(f"{part}_{key}", documentation, value=counters.get(key, 0))
+
+
+def _place_families(places: Sequence[Place]) -> Iterator[Metric]:
+    states = _gauge("discovery_state", "1 for the present state of each place", "place", "state")
+    ages = _gauge("discovery_seen_age_seconds", "Time since the last picture of a place", "place")
+    pods = _gauge("discovery_pods", "Pods of a place", "place", "state")
+    looks = _counter("discovery_looks", "Pictures and failures of a place", "place", "result")
+    changes = _counter("discovery_changes", "Changes that a place told", "place", "change")
+    for place in places:
+        states.add_metric([place.place, str(place.state)], 1)
+        if place.seen_age_s is not None:
+            ages.add_metric([place.place], place.seen_age_s)
+        for family, values in ((pods, place.pods), (looks, place.looks), (changes, place.changes)):
+            for label, value in values.items():
+                family.add_metric([place.place, label], value)
+    yield from (states, ages, pods, looks, changes)
 
 
 def _pod_families(pods: Iterable[Pod]) -> Iterator[Metric]:

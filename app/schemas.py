@@ -666,6 +666,7 @@ class PodResponse(Body):
     topic: str
     dp_size: int
     metrics_url: str | None
+    discovered_by: str | None = Field(None, description="Place of discovery that keeps it registered.")
     ranks: list[RankResponse]
 
 
@@ -708,6 +709,19 @@ class HealthResponse(Body):
     version: str
 
 
+class PlaceResponse(Body):
+    """A place that knows pods: a file, a DNS name, a label selector of Kubernetes."""
+
+    place: str
+    state: Literal["starting", "working", "failing"] = Field(description="Failing: its last picture is kept.")
+    cause: str = Field(description="Why; empty when it works.")
+    seen_age_s: float | None = Field(description="Seconds since its last picture.")
+    pods: dict[str, int] = Field(description="`registered`, `waiting`, `vanished` and `refused` ones.")
+    waiting: dict[str, str] = Field(description="Pods that are not registered yet, and why.")
+    looks: dict[str, int]
+    changes: dict[str, int]
+
+
 class StatsResponse(BaseModel):
     """Figures since the start; more may be added."""
 
@@ -721,3 +735,4 @@ class StatsResponse(BaseModel):
     rejected: dict[str, int] = Field(description="Events skipped, by reason.")
     queries: dict[str, int]
     index: dict[str, int]
+    discovery: list[PlaceResponse] = Field([], description="How each place of discovery goes.")

@@ -19,7 +19,8 @@ async def stats(request: Request) -> Response:
     """Figures of the index, the sources and the queries since the start."""
     wiring = wiring_of(request)
     replication = {} if wiring.replication is None else {"replication": wiring.replication()}
-    return bodies.answer(request, {**wiring.service.stats(), **replication})
+    figures = {**wiring.service.stats(), "discovery": wiring.discovery(), **replication}
+    return bodies.answer(request, figures)
 
 
 @router.get("/healthz", **described(HealthResponse))

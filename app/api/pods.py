@@ -105,6 +105,7 @@ def _shown(wiring: Wiring, pod: Pod) -> dict[str, Any]:
         "topic": spec.topic,
         "dp_size": spec.dp_size,
         "metrics_url": spec.metrics_url,
+        "discovered_by": spec.discovered_by,
         "ranks": [_shown_rank(wiring, source) for _, source in sorted(pod.sources.items())],
     }
 

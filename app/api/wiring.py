@@ -30,6 +30,7 @@ class Wiring:
     router: Router
     tokenizer: Tokenizer
     replication: Callable[[], dict[str, Any]] | None = None
+    discovery: Callable[[], list[dict[str, Any]]] = list  # how each place goes
 
 
 def attach(app: FastAPI, wiring: Wiring) -> None:

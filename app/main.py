@@ -35,10 +35,12 @@ from app.api import (
     route,
     streams,
 )
+from app.api.access import Access
 from app.api.observation import RequestObservation
 from app.api.short_way import ShortWay
 from app.api.wiring import Wiring, attach
 from app.config import Settings
+from app.connections import ConnectionLimits
 from app.errors import IndexerError, InvalidInput, InvalidSettings
 from app.events import EventBatch
 from app.fuzzy_queries import fuzzy_index
@@ -49,6 +51,7 @@ from app.ingest.registry import parse_pod, read_pods_file
 from app.ingest.sequence import SequenceLimits
 from app.ingest.vllm import decode_batch
 from app.ingest.zmq import ZmqIngest, ZmqSettings
+from app.key_ring import Bucket, KeyRing
 from app.loads import Loads
 from app.metrics import Figures, Metrics
 from app.pods import PodSpec
@@ -75,8 +78,13 @@ class Application(FastAPI):
         await super().__call__(scope, receive, send)
 
 
-def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> Application:
-    """Raises InvalidSettings for configured pods that cannot be."""
+def create_app(
+    settings: Settings, *, clock: Callable[[], float] = time.monotonic, short_way: bool = True
+) -> Application:
+    """Raises InvalidSettings for configured pods and keys that cannot be.
+
+    Without `short_way` every request takes the framework's: the answers are the same, as the tests show.
+    """
     specs = _configured_pods(settings)
     contents = fuzzy_index(settings)
     index = PrefixIndex(index_limits(settings), contents)
@@ -89,6 +97,8 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         serves=lambda model: any(pod.spec.model == model for pod in service.pods.values()),
         clock=clock,
     )
+    keys = _key_ring(settings, service)
+    connections = ConnectionLimits(settings)
     metrics = Metrics(
         Figures(
             stats=service.stats,
@@ -101,6 +111,8 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
                 "route": (dict, router.counters),
                 "snapshot": (snapshots.gauges, snapshots.counters) if snapshots else (dict, dict),
                 "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
+                "access": (keys.gauges, keys.counters),
+                "connections": (dict, connections.counters),
             },
         )
     )
@@ -117,10 +129,10 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         version=__version__,
         description=DESCRIPTION,
         lifespan=lambda _app: _lifespan(
-            settings, service, ingest, metrics, readiness, loads, tokenizer, snapshots
+            settings, service, ingest, metrics, readiness, loads, tokenizer, snapshots, keys
         ),
     )
-    wiring = Wiring(settings, service, metrics, clock, readiness.missing, router, tokenizer)
+    wiring = Wiring(settings, service, metrics, clock, readiness.missing, router, tokenizer, connections)
     attach(app, wiring)
     for resource in (
         events,
@@ -135,9 +147,14 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         compatible_queries,
     ):
         app.include_router(resource.router)
-    # From the inside out. What must hold for every request (metrics; a check of keys, when there is one) stands
+    # From the inside out. What must hold for every request (keys and rates, where there are any; metrics) stands
     # outside of the short way, so that no request can go around it.
-    app.front = RequestObservation(ShortWay(app.framework, wiring=wiring), metrics=metrics)
+    front: ASGIApp = ShortWay(app.framework, wiring=wiring) if short_way else app.framework
+    if keys.is_needed or settings.rate_requests_per_s:
+        front = Access(
+            front, keys=keys, bucket=_bucket(settings), clock=clock, page=functools.partial(pages.page, 401)
+        )
+    app.front = RequestObservation(front, metrics=metrics)
     pages.install(app)
     problems.install(app)
     document.install(app)
@@ -159,6 +176,19 @@ def _snapshots(
         configured=frozenset(spec.name for spec in specs),
         interval_s=settings.snapshot_interval_s,
     )
+
+
+def _key_ring(settings: Settings, service: IndexerService) -> KeyRing:
+    return KeyRing(
+        settings.api_keys,
+        settings.api_keys_file,
+        bucket=functools.partial(_bucket, settings),
+        on_revoked=service.live.disconnect,
+    )
+
+
+def _bucket(settings: Settings) -> Bucket:
+    return Bucket(settings.rate_requests_per_s, settings.rate_burst_requests)
 
 
 def _configured_pods(settings: Settings) -> list[PodSpec]:
@@ -204,7 +234,9 @@ async def _lifespan(
     loads: Loads,
     tokenizer: Tokenizer,
     snapshots: SnapshotKeeper | None,
+    keys: KeyRing,
 ) -> AsyncIterator[None]:
+    keys.start()
     if snapshots is not None:
         for spec in await snapshots.restore():
             readiness.wait_for(spec)
@@ -219,6 +251,7 @@ async def _lifespan(
         timer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await timer
+        await keys.stop()
         await loads.stop()
         await tokenizer.close()
         ingest.stop()

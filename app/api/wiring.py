@@ -9,6 +9,7 @@ from typing import cast
 from fastapi import FastAPI, Request
 
 from app.config import Settings
+from app.connections import ConnectionLimits
 from app.metrics import Metrics
 from app.router import Router
 from app.service import IndexerService
@@ -26,6 +27,7 @@ class Wiring:
     not_ready: Callable[[], list[tuple[str, str]]]
     router: Router
     tokenizer: Tokenizer
+    connections: ConnectionLimits
 
 
 def attach(app: FastAPI, wiring: Wiring) -> None:

@@ -11,7 +11,6 @@ IndexerError
 ├── Overloaded            a queue is full; the same call may go through later
 ├── TokenizerUnavailable  a tokenizer cannot be had now: the hub or its process does not answer
 ├── SwitchedOff           a setting leaves out what is asked for; `setting` names it
-├── Forbidden             the key that came with the request does not allow what it asks for
 ├── NoCandidate           no pod is there to choose from
 ├── Unresponsive          another process did not answer, or not in time
 ├── Refused               an indexer refused a request of ours; `status` is its answer
@@ -99,10 +98,6 @@ class SwitchedOff(IndexerError):
     def __init__(self, detail: str, *, setting: str) -> None:
         super().__init__(f"{detail}: KVINDEXER_{setting.upper()} is false")
         self.setting = setting
-
-
-class Forbidden(IndexerError):
-    """The key that came with a request is known, and its scope too small."""
 
 
 class NoCandidate(IndexerError):

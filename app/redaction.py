@@ -15,7 +15,7 @@ HIDDEN = "***"
 # An address's user and password end at the last '@' of its authority: a password may have one in it, unescaped.
 _USERINFO = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)[^\s/?#'\"<>]+@")
 _BEARER = re.compile(r"(?P<scheme>\bbearer\s+)[^\s,'\"]+", re.IGNORECASE)
-_SECRET_NAME = re.compile(r"API_?KEYS*$|(?:^|_)(?:TOKEN|SECRET|PASSWORD)S?$", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"API|KEY|SECRET|PASSW|AUTH|CREDENTIAL|TOKENS?$", re.IGNORECASE)
 
 
 def redacted(text: str) -> str:

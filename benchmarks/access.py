@@ -32,7 +32,7 @@ class Nothing:
     def __init__(self) -> None:
         self.calls = 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, _scope: Scope, _receive: Receive, _send: Send) -> None:
         self.calls += 1
 
 
@@ -48,7 +48,9 @@ def main() -> int:
             checked.append(_cpu_us(layer))
         assert nothing.calls == 2 * ROUNDS * CALLS, "a request was not let through"
         cost_us = statistics.median(checked) - statistics.median(bare)
-        print_line(f"{name}, CPU a request", f"{cost_us:6.2f} us   (the loop alone {statistics.median(bare):.2f} us)")
+        print_line(
+            f"{name}, CPU a request", f"{cost_us:6.2f} us   (the loop alone {statistics.median(bare):.2f} us)"
+        )
     return 0
 
 

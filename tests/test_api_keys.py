@@ -19,7 +19,9 @@ SECRET = "correct-horse-battery-staple"
 def test_setting() -> None:
     keys = parse_setting(f" {SECRET}:read, other:with:colons:write ,,short: WRITE")
     assert [key.scope for key in keys] == [Scope.READ, Scope.WRITE, Scope.WRITE]
-    assert [key.digest for key in keys] == [digest_of(k) for k in (SECRET.encode(), b"other:with:colons", b"short")]
+    assert [key.digest for key in keys] == [
+        digest_of(k) for k in (SECRET.encode(), b"other:with:colons", b"short")
+    ]
     assert [key.is_short for key in keys] == [False, False, True]
     assert parse_setting("") == ()
 
@@ -51,7 +53,9 @@ def test_complaints_name_the_place_and_not_the_key(text: str, monkeypatch: pytes
         assert SECRET not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["KVINDEXER_API_KEYSS", "KVINDEXER_APIKEYS", "kvindexer_apikey", "KVINDEXER_PASSWORD"])
+@pytest.mark.parametrize(
+    "name", ["KVINDEXER_API_KEYSS", "KVINDEXER_APIKEYS", "kvindexer_apikey", "KVINDEXER_PASSWORD"]
+)
 def test_misspelt_variable_does_not_give_its_value_away(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, f"{SECRET}:write")
     with pytest.raises(InvalidSettings, match="there is no setting of this name") as raised:
@@ -59,7 +63,9 @@ def test_misspelt_variable_does_not_give_its_value_away(name: str, monkeypatch: 
     assert SECRET not in str(raised.value)
 
 
-@given(st.text(alphabet=st.characters(min_codepoint=33, max_codepoint=126, exclude_characters=","), min_size=8))
+@given(
+    st.text(alphabet=st.characters(min_codepoint=33, max_codepoint=126, exclude_characters=","), min_size=8)
+)
 def test_settings_do_not_show_keys(key: str) -> None:
     settings = load_settings(api_keys=f"{key}:read")
     assert key not in repr(settings.api_keys)

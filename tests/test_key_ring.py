@@ -49,11 +49,19 @@ def test_rotation(path: Path) -> None:
     path.write_text("old-key-0123456789:write\nnew-key-0123456789:write\nstaying-key-01234567:read\n")
     assert ring.may("new-key-0123456789") == "nothing"
     ring.refresh()
-    assert [ring.may(f"{key}-key-0123456789") for key in ("old", "new", "fixed")] == ["write", "write", "read"]
+    assert [ring.may(f"{key}-key-0123456789") for key in ("old", "new", "fixed")] == [
+        "write",
+        "write",
+        "read",
+    ]
     assert (ring.revoked, ring.count("reloads")) == (0, 1)
     path.write_text("new-key-0123456789:write\nstaying-key-01234567:read\n")
     ring.refresh()
-    assert [ring.may(f"{key}-key-0123456789") for key in ("old", "new", "fixed")] == ["nothing", "write", "read"]
+    assert [ring.may(f"{key}-key-0123456789") for key in ("old", "new", "fixed")] == [
+        "nothing",
+        "write",
+        "read",
+    ]
     assert (ring.revoked, ring.count("reloads"), ring.ring.gauges()["keys"]) == (1, 2, 3)
     ring.refresh()
     assert ring.count("reloads") == 2, "a file that is the same is no change"
@@ -68,7 +76,9 @@ def test_smaller_scope_counts_as_revoked(path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "# all gone\n", "old-key-0123456789\n", "\0\0\0", None])
-def test_broken_file_changes_nothing(path: Path, content: str | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_file_changes_nothing(
+    path: Path, content: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
     ring = Ring(path)
     before = path.read_text()
     path.unlink() if content is None else path.write_text(content)

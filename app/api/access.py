@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable
 from fastapi import Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app.api.problems import CHALLENGE, problem, problem_of
-from app.errors import Forbidden
+from app.api.problems import problem
+from app.api_keys import Scope as KeyScope
 from app.key_ring import RATE, SMALL_SCOPE, UNKNOWN_KEY, WITHOUT_KEY, Bucket, KeyRing
 
 OPEN = frozenset({"/healthz", "/readyz"})
@@ -44,6 +44,8 @@ READ_POSTS = frozenset(
 # Where the handlers find whether the request's key may write; absent where no key is needed.
 MAY_WRITE = "kvindexer.may_write"
 
+
+CHALLENGE = 'Bearer realm="kvindexer"'
 
 Page = Callable[[dict[str, str]], Response]
 
@@ -72,9 +74,8 @@ class Access:
         await (self._app if refusal is None else refusal)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        path, method = scope["path"], scope["method"]
-        is_read = method in READ_METHODS
-        if path in OPEN or (is_read and path.startswith(OPEN_FILES)):
+        needed = needed_scope(scope["method"], scope["path"])
+        if needed is None:
             return None
         bucket = self._bucket
         if self._keys.is_needed:
@@ -85,9 +86,9 @@ class Access:
             if caller is None:
                 self._keys.count(UNKNOWN_KEY)
                 return _unauthorized("the key is not known", ', error="invalid_token"')
-            if not caller.may_write and not is_read and not (method == "POST" and path in READ_POSTS):
+            if needed is KeyScope.WRITE and not caller.may_write:
                 self._keys.count(SMALL_SCOPE)
-                return problem_of(Forbidden("the key has the scope read, and this needs write"))
+                return _forbidden()
             scope[MAY_WRITE] = caller.may_write
             bucket = caller.bucket
         wait_s = bucket.take(self._clock())
@@ -113,10 +114,26 @@ class Access:
         )
 
 
-def require_write(request: Request, what: str) -> None:
-    """For what a route that may be read does beside reading. Raises Forbidden."""
-    if not request.scope.get(MAY_WRITE, True):
-        raise Forbidden(f"the key has the scope read, and {what} needs write")
+def needed_scope(method: str, path: str) -> KeyScope | None:
+    """The least scope for a request; None when it needs no key."""
+    if path in OPEN:
+        return None
+    if method in READ_METHODS:
+        return None if path.startswith(OPEN_FILES) else KeyScope.READ
+    if method == "POST" and path in READ_POSTS:
+        return KeyScope.READ
+    return KeyScope.WRITE
+
+
+def may_write(request: Request) -> bool:
+    """For what a route that may be read does beside reading."""
+    return bool(request.scope.get(MAY_WRITE, True))
+
+
+def _forbidden() -> Response:
+    detail = "the key has the scope read, and this needs write"
+    headers = {"WWW-Authenticate": f'{CHALLENGE}, error="insufficient_scope", scope="write"'}
+    return problem(403, "forbidden", detail, faults=[("", detail)], headers=headers)
 
 
 def _unauthorized(detail: str, more: str) -> Response:

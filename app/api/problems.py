@@ -20,7 +20,6 @@ from starlette.routing import Match
 from app.errors import (
     BatchRejected,
     BodyTooLarge,
-    Forbidden,
     IndexerError,
     InvalidInput,
     LimitExceeded,
@@ -44,7 +43,6 @@ STATUSES: tuple[tuple[type[IndexerError], int, str], ...] = (
     (UnreadableBatch, 400, "unreadable-batch"),
     (InvalidInput, 422, "invalid-input"),
     (UnknownPod, 404, "unknown-pod"),
-    (Forbidden, 403, "forbidden"),
     (NoCandidate, 404, "no-candidate"),
     (BodyTooLarge, 413, "body-too-large"),
     (LimitExceeded, 422, "limit-exceeded"),
@@ -52,9 +50,6 @@ STATUSES: tuple[tuple[type[IndexerError], int, str], ...] = (
     (Overloaded, 503, "overloaded"),
     (TokenizerUnavailable, 503, "tokenizer-unavailable"),
 )
-
-CHALLENGE = 'Bearer realm="kvindexer"'
-TOO_SMALL_A_SCOPE = f'{CHALLENGE}, error="insufficient_scope", scope="write"'
 
 Faults = Sequence[tuple[str, str]]
 
@@ -133,8 +128,6 @@ def problem_of(error: IndexerError) -> JSONResponse:
         headers = {"Connection": "close"}
     elif isinstance(error, (Overloaded, TokenizerUnavailable)):
         headers = {"Retry-After": "1"}
-    elif isinstance(error, Forbidden):
-        headers = {"WWW-Authenticate": TOO_SMALL_A_SCOPE}
     return JSONResponse(content, content["status"], headers, media_type=CONTENT_TYPE)
 
 

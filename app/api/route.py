@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import Meta
 
 from app.api import bodies
-from app.api.access import require_write
+from app.api.access import may_write
 from app.api.document import described
 from app.api.prompts import ARRAYS, read_query
 from app.api.wiring import wiring_of
@@ -36,7 +36,7 @@ class _Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 async def route(request: Request) -> Response:
     """Chooses a pod for a prompt by what each holds of it and how busy it is.
 
-    `reserve` needs a key of scope `write`, as `/v1/prefixes` does.
+    With a key of scope `read` nothing is reserved, whatever `reserve` says: announcing is writing, as `/v1/prefixes` is.
     """
     wiring = wiring_of(request)
     notation = bodies.content_type(request, bodies.JSON, bodies.MSGPACK)
@@ -45,15 +45,13 @@ async def route(request: Request) -> Response:
     raw = bodies.cut_fields(body, notation)
     beside = (*ARRAYS, "loads")
     fields = bodies.validate(RouteFields, raw, notation, beside=beside, lists={"pods": PODS_ASKED_MAX})
-    if fields.reserve:
-        require_write(request, "reserve")
     loads = bodies.objects(raw, notation, "loads", _Load, PODS_ASKED_MAX)
     query = await read_query(wiring, fields, raw, notation)
     result = wiring.router.route(
         query,
         policy=Policy(fields.policy),
         loads={pod: Load(said.running, said.waiting, said.kv_usage) for pod, said in loads.items()},
-        reserve=fields.reserve,
+        reserve=fields.reserve and may_write(request),
         ttl_s=fields.ttl_s,
     )
     held = result.match.matches

@@ -55,8 +55,9 @@ def operations(indexer: Indexer) -> Iterator[tuple[str, str, Any]]:
             content = item[method].get("requestBody", {}).get("content", {}).get("application/json")
             body = None
             if content is not None:
-                body = document["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]["examples"][0]
-                body = {**body, "reserve": False} if "reserve" in body else body  # that needs write
+                body = document["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]][
+                    "examples"
+                ][0]
             yield method, path, body
 
 
@@ -72,7 +73,11 @@ def test_every_route_needs_a_key_of_its_scope(guarded: Indexer) -> None:
             continue
         is_read = method == "get" or (method, path) in READING
         before = picture(guarded)
-        for headers, status in [({}, 401), (bearing("unknown"), 401), (bearing(READ), None if is_read else 403)]:
+        for headers, status in [
+            ({}, 401),
+            (bearing("unknown"), 401),
+            (bearing(READ), None if is_read else 403),
+        ]:
             response = guarded.request(
                 method.upper(), path.replace("{pod}", "pod-a"), json=body, headers=headers
             )
@@ -171,15 +176,48 @@ def test_scheme_is_in_any_case(guarded: Indexer, said: str) -> None:
 
 pieces = st.sampled_from(
     [
-        *("healthz", "readyz", "dashboard", "v1", "events", "match", "pods", "pod-a", "blocks", "register", "query"),
-        *("..", ".", "", "%2e%2e", "%2f", "V1", "Events", "events;x", "main.js", "openapi.json", "unregister", "\\"),
+        *(
+            "healthz",
+            "readyz",
+            "dashboard",
+            "v1",
+            "events",
+            "match",
+            "pods",
+            "pod-a",
+            "blocks",
+            "register",
+            "query",
+        ),
+        *(
+            "..",
+            ".",
+            "",
+            "%2e%2e",
+            "%2f",
+            "V1",
+            "Events",
+            "events;x",
+            "main.js",
+            "openapi.json",
+            "unregister",
+            "\\",
+        ),
     ]
 )
 paths = st.lists(pieces, max_size=5).map(lambda parts: "/" + "/".join(parts))
-known_paths = st.sampled_from(["/v1/events", "/v1/pods/pod-a", "/v1/pods/pod-a/blocks", "/register", "/v1/prefixes"])
-methods = st.sampled_from(["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "post", "delete", "X"])
-overrides = st.sampled_from([{}, {"X-HTTP-Method-Override": "GET"}, {"X-Original-URL": "/healthz"}, {"Host": "x"}])
-contents = st.sampled_from([BATCH, {"model": "m"}, {"model": "m", "token_ids": PROMPT}, {"instance_id": "pod-a"}])
+known_paths = st.sampled_from(
+    ["/v1/events", "/v1/pods/pod-a", "/v1/pods/pod-a/blocks", "/register", "/v1/prefixes"]
+)
+methods = st.sampled_from(
+    ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "post", "delete", "X"]
+)
+overrides = st.sampled_from(
+    [{}, {"X-HTTP-Method-Override": "GET"}, {"X-Original-URL": "/healthz"}, {"Host": "x"}]
+)
+contents = st.sampled_from(
+    [BATCH, {"model": "m"}, {"model": "m", "token_ids": PROMPT}, {"instance_id": "pod-a"}]
+)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -236,16 +274,14 @@ async def _called(indexer: Indexer, scope: Any, receive: Any, send: Any) -> None
 
 
 def test_reserving_needs_write(guarded: Indexer) -> None:
-    """It announces blocks, as /v1/prefixes does."""
-    query = {"model": "m", "token_ids": PROMPT}
-    assert guarded.post("/v1/route", query, headers=bearing(READ)).status_code == 200
-    refused = guarded.post("/v1/route", {**query, "reserve": True}, headers=bearing(READ))
-    assert (refused.status_code, refused.headers["www-authenticate"]) == (
-        403,
-        'Bearer realm="kvindexer", error="insufficient_scope", scope="write"',
-    )
+    """It announces blocks, as /v1/prefixes does; a key for reading gets its route all the same."""
+    query = {"model": "m", "token_ids": PROMPT, "reserve": True}
+    answer = guarded.post("/v1/route", query, headers=bearing(READ)).json()
+    assert (answer["pod"], answer["reserved_blocks"]) == ("pod-a", 0)
     assert guarded.service.stats()["index"]["speculative_blocks"] == 0
-    assert guarded.post("/v1/route", {**query, "reserve": True}, headers=bearing(WRITE)).status_code == 200
+    answer = guarded.post("/v1/route", query, headers=bearing(WRITE)).json()
+    assert answer["reserved_blocks"] == 2
+    assert guarded.service.stats()["index"]["speculative_blocks"] == 2
 
 
 def test_without_keys_nothing_is_asked(indexer: Indexer) -> None:
@@ -289,7 +325,9 @@ def test_each_key_has_a_rate_of_its_own(make_indexer: Callable[..., Indexer]) ->
     indexer.clock.now_s += 0.5
     assert [ask(READ).status_code for _ in range(2)] == [200, 429]
     indexer.clock.now_s += 1_000
-    assert [ask(READ).status_code for _ in range(4)] == [200, 200, 200, 429], "no more than a burst is saved up"
+    assert [ask(READ).status_code for _ in range(4)] == [200, 200, 200, 429], (
+        "no more than a burst is saved up"
+    )
     assert indexer.get("/healthz").status_code == 200
     assert "kvindexer_access_refused_rate_total 6.0" in indexer.get("/metrics", headers=bearing(WRITE)).text
 

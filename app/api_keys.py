@@ -6,7 +6,7 @@ a dictionary gives nothing away: how long that takes depends on digests that nob
 
 Refused, without ever repeating what was written, because what is in the wrong place may be a key: entries that are
 not `key:read` or `key:write`, keys that no header can carry, a key that is there twice, files without a key.
-Cost of a look-up: one BLAKE2b of a short text, about half a microsecond.
+Cost of a look-up: one keyed BLAKE2s of a short text, 0.4 us.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ KEY_CHARS_MAX = 512
 KEY_CHARS_ADVISED = 16  # shorter ones can be guessed
 FILE_BYTES_MAX = KEYS_MAX * (KEY_CHARS_MAX + 8)
 
-_SECRET = secrets.token_bytes(32)
-_DIGEST_BYTES = 16
+# Copied for each key: its own block is hashed once.
+_KEYED = hashlib.blake2s(digest_size=16, key=secrets.token_bytes(32))
 
 
 class Scope(enum.StrEnum):
@@ -43,7 +43,9 @@ class ApiKey:
 
 def digest_of(key: bytes) -> bytes:
     """What a key is known by in this process."""
-    return hashlib.blake2b(key, digest_size=_DIGEST_BYTES, key=_SECRET).digest()
+    state = _KEYED.copy()
+    state.update(key)
+    return state.digest()
 
 
 def parse_keys(entries: Iterable[tuple[str, str]]) -> tuple[ApiKey, ...]:

@@ -80,9 +80,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         cycle = self.cycle
         held = -1 if cycle is None or cycle.response_complete else len(cycle.body)
-        super().data_received(data)
-        after = self.cycle
-        if after is not cycle or (held >= 0 and len(after.body) > held):
+        HttpToolsProtocol.data_received(self, data)
+        if self.cycle is not cycle or (held >= 0 and len(cycle.body) > held):
             self._loose_bytes = 0  # a head was complete, or a body has grown
             return
         self._loose_bytes += len(data)

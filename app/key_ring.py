@@ -35,20 +35,20 @@ WITHOUT_KEY, UNKNOWN_KEY, SMALL_SCOPE, RATE = REFUSALS = (
 
 
 class Bucket:
-    """How many requests somebody may make now: `burst` at most, `rate_per_s` more each second."""
+    """How many requests somebody may make now: `burst` at most, `rate_per_s` more each second; 0 is no bound."""
 
-    __slots__ = ("_at_s", "_burst", "_rate_per_s", "_requests")
+    __slots__ = ("_at_s", "_burst", "_rate_per_s", "_requests", "is_endless")
 
     def __init__(self, rate_per_s: float, burst: float) -> None:
+        self.is_endless = rate_per_s == 0.0
         self._rate_per_s = rate_per_s
         self._burst = burst
         self._requests = burst
         self._at_s = 0.0
 
     def take(self, now_s: float) -> float:
-        """Takes one and returns 0.0, or the seconds after which there is one. Without a rate there always is."""
-        if not self._rate_per_s:
-            return 0.0
+        """Takes one and returns 0.0, or the seconds after which there is one."""
+        assert not self.is_endless, "without a rate nothing is counted"
         held = min(self._burst, self._requests + (now_s - self._at_s) * self._rate_per_s)
         self._at_s = now_s
         if held < 1.0:

@@ -91,6 +91,8 @@ class Access:
                 return _forbidden()
             scope[MAY_WRITE] = caller.may_write
             bucket = caller.bucket
+        if bucket.is_endless:
+            return None
         wait_s = bucket.take(self._clock())
         return None if wait_s == 0.0 else self._too_many(wait_s)
 

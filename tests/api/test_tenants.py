@@ -112,7 +112,7 @@ def test_hashes_of_a_salt_cannot_be_had_without_it(salted: Indexer) -> None:
 
 def test_reservations_of_a_salt_are_its_own(salted: Indexer) -> None:
     for salt in SALTS:
-        body = {"model": "m", "token_ids": [7] * 16, "cache_salt": salt}
+        body: dict[str, Any] = {"model": "m", "token_ids": [7] * 16, "cache_salt": salt}
         if salt == "acme-salt":
             assert post(salted, "/v1/route", {**body, "reserve": True})["reserved_blocks"] == 4
     for salt in SALTS:

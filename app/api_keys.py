@@ -64,7 +64,10 @@ def parse_keys(entries: Iterable[tuple[str, str]]) -> tuple[ApiKey, ...]:
 def parse_setting(text: str) -> tuple[ApiKey, ...]:
     """`key:scope,key:scope`."""
     entries = [entry.strip() for entry in text.split(",")]
-    return parse_keys((f"entry {number}", entry) for number, entry in enumerate(entries, 1) if entry)
+    keys = parse_keys((f"entry {number}", entry) for number, entry in enumerate(entries, 1) if entry)
+    if text and not keys:
+        raise InvalidInput("entry 1 is empty, and so is every other")
+    return keys
 
 
 def read_keys_file(path: Path) -> tuple[ApiKey, ...]:

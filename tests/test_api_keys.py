@@ -39,6 +39,7 @@ def test_setting() -> None:
         f"{SECRET}:read,{SECRET}:write",
         f"{SECRET * 20}:read",
         ":read",
+        " , ,",
     ],
 )
 def test_complaints_name_the_place_and_not_the_key(text: str, monkeypatch: pytest.MonkeyPatch) -> None:

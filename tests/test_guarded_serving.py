@@ -6,10 +6,11 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,69 @@ def test_keys_change_without_a_restart(tmp_path: Path) -> None:
 
         wait_until(is_counted, "a broken file went unseen")
         assert ask(port, "GET", "/v1/pods", "new-key-0123456789")[0] == 200
+
+
+TARGETS = [
+    "/v1/pods",
+    "//v1/pods",
+    "/v1/pods?/healthz",
+    "/v1/pods#/healthz",
+    "/healthz/../v1/pods",
+    "/healthz/%2e%2e/v1/pods",
+    "/dashboard/../v1/pods",
+    "/dashboard/..%2fv1%2fpods",
+    "/dashboard/%2e%2e/%2e%2e/main.py",
+    "/v1/%70ods",
+    "/%2fv1/pods",
+    "http://indexer/v1/pods",
+    "http://indexer/healthz/../v1/pods",
+    "/healthz%00/v1/pods",
+    "/healthz;/v1/pods",
+    "*",
+]
+
+
+@pytest.fixture(scope="module")
+def guarded_port() -> Iterator[int]:
+    with serving("serve", "--port", "0", KVINDEXER_API_KEYS=f"{READ}:read,{WRITE}:write") as (_, port):
+        yield port
+
+
+def sent(port: int, request: str) -> list[int]:
+    """The statuses of all answers to these bytes; the connection ends with the last."""
+    with contextlib.closing(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)) as wire:
+        wire.sendall(request.encode())
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while chunk := wire.recv(65_536):
+                received += chunk
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+) ", received)]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE", "PATCH"])
+def test_no_target_on_the_wire_goes_around_it(guarded_port: int, method: str, target: str) -> None:
+    body = '{"pod":"pod-z","model":"m","events":[]}'
+    head = f"Host: indexer\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n"
+    (status,) = sent(guarded_port, f"{method} {target} HTTP/1.1\r\n{head}\r\n{body}") or [400]
+    # 404 and 405 are of the dashboard's files; 400: no target at all.
+    assert status in ((401, 404, 405) if target.startswith("/dashboard/") else (401, 400))
+    (status,) = sent(
+        guarded_port, f"{method} {target} HTTP/1.1\r\nAuthorization: Bearer {READ}\r\n{head}\r\n{body}"
+    ) or [400]
+    assert status != 401
+    listed = ask(guarded_port, "GET", "/v1/pods", READ)[1]
+    assert "pod-z" not in listed
+
+
+def test_second_request_of_a_connection_needs_its_own_key(guarded_port: int) -> None:
+    """What is smuggled behind a request with a key is a request without one."""
+    first = f"GET /v1/pods HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {WRITE}\r\n"
+    second = "DELETE /v1/pods/pod-a HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    assert sent(guarded_port, f"{first}\r\n{second}") == [200, 401]
+    assert sent(guarded_port, f"{first}Content-Length: 0\r\n\r\n{second}") == [200, 401]
+    both = f"{first}Content-Length: {len(second)}\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n{second}"
+    assert 404 not in sent(guarded_port, both), "the second was let through"
 
 
 @pytest.mark.parametrize(

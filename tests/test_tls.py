@@ -9,7 +9,6 @@ import json
 import signal
 import socket
 import ssl
-import subprocess
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import trustme
+from cryptography.hazmat.primitives import serialization
 
 from app.client import AsyncClient, Client, ClientSettings, Prompt
 from app.config import load_settings
@@ -242,14 +242,14 @@ def test_wrong_file_is_one_sentence() -> None:
 
 
 def test_key_with_a_passphrase_does_not_ask(files: Files, tmp_path: Path) -> None:
+    key = serialization.load_pem_private_key(files.key.read_bytes(), None)
     locked = tmp_path / "locked.pem"
-    command = ["openssl", "rsa", "-aes256", "-passout", "pass:x", "-in", str(files.key), "-out", str(locked)]
-    if subprocess.run(["openssl", "version"], capture_output=True, check=False).returncode:
-        pytest.skip("openssl is not there to lock a key")
-    done = subprocess.run(command, capture_output=True, check=False)
-    if done.returncode:  # the authority made a key of another kind
-        command[1] = "ec"
-        done = subprocess.run(command, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
+    locked.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"a passphrase"),
+        )
+    )
     with pytest.raises(InvalidSettings, match="passphrase"):
         server_tls(load_settings(tls_certificate=str(files.certificate), tls_key=str(locked)))

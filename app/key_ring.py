@@ -15,12 +15,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hmac
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from app.api_keys import KEY_CHARS_ADVISED, KEY_CHARS_MAX, ApiKey, Scope, digest_of, read_keys_file
+from app.config import Settings
 from app.errors import InvalidInput, InvalidSettings
 
 logger = logging.getLogger(__name__)
@@ -67,20 +69,26 @@ class Caller:
     bucket: Bucket
 
 
+def key_ring(settings: Settings, *, on_revoked: Callable[[], None]) -> KeyRing:
+    """Raises InvalidSettings."""
+    new_bucket = functools.partial(Bucket, settings.rate_requests_per_s, settings.rate_burst_requests)
+    return KeyRing(settings.api_keys, settings.api_keys_file, new_bucket=new_bucket, on_revoked=on_revoked)
+
+
 class KeyRing:
-    """Raises InvalidSettings for a file that cannot be used at the start. `bucket` makes that of a new key."""
+    """Raises InvalidSettings for a file that cannot be used at the start. `new_bucket` makes that of a new key."""
 
     def __init__(
         self,
         keys: Iterable[ApiKey],
         path: Path | None,
         *,
-        bucket: Callable[[], Bucket],
+        new_bucket: Callable[[], Bucket],
         on_revoked: Callable[[], None],
     ) -> None:
         self._fixed = tuple(keys)
         self._path = path
-        self._bucket = bucket
+        self.new_bucket = new_bucket
         self._on_revoked = on_revoked
         self._callers: dict[bytes, Caller] = {}
         self._of_file: tuple[ApiKey, ...] = ()
@@ -173,7 +181,7 @@ class KeyRing:
         made: dict[bytes, Caller] = {}
         for key in (*self._fixed, *of_file):
             before, also = self._callers.get(key.digest), made.get(key.digest)
-            bucket = self._bucket() if before is None else before.bucket
+            bucket = self.new_bucket() if before is None else before.bucket
             may_write = key.scope is Scope.WRITE or (also is not None and also.may_write)
             made[key.digest] = Caller(key, may_write, bucket)
         return made

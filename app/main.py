@@ -15,6 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -43,6 +44,7 @@ from app.config import Settings
 from app.connections import ConnectionLimits
 from app.errors import IndexerError, InvalidInput, InvalidSettings
 from app.events import EventBatch
+from app.fuzzy.fuzzy_index import FuzzyIndex
 from app.fuzzy_queries import fuzzy_index
 from app.index.prefix_index import PrefixIndex
 from app.ingest.feed import QueueLimits
@@ -51,17 +53,20 @@ from app.ingest.registry import parse_pod, read_pods_file
 from app.ingest.sequence import SequenceLimits
 from app.ingest.vllm import decode_batch
 from app.ingest.zmq import ZmqIngest, ZmqSettings
-from app.key_ring import Bucket, KeyRing
+from app.key_ring import KeyRing, key_ring
 from app.loads import Loads
 from app.metrics import Figures, Metrics
 from app.pods import PodSpec
 from app.readiness import Readiness
-from app.replication.replica import Replica
 from app.router import Router
 from app.service import IndexerService, index_limits
 from app.snapshots.keeper import SnapshotKeeper
 from app.tokenizer.front import Tokenizer
+from app.tracing import Spans, open_spans
 from app.writers import DirectWriter, Writer
+
+if TYPE_CHECKING:
+    from app.replication.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +97,7 @@ def create_app(
     index = PrefixIndex(index_limits(settings), contents)
     service = IndexerService(settings, index, clock=clock, contents=contents)
     snapshots = _snapshots(settings, service, index, specs)
-    replica = None if settings.redis_url is None else Replica(settings, service, contents)
+    replica = None if settings.redis_url is None else _replica(settings, service, contents)
     writer: Writer = DirectWriter(service) if replica is None else replica.writer
     loads = Loads(settings, pods=lambda: [pod.spec for pod in service.pods.values()], clock=clock)
     router = Router(settings, service, clock=clock, polled=loads.load)
@@ -101,7 +106,7 @@ def create_app(
         serves=lambda model: any(pod.spec.model == model for pod in service.pods.values()),
         clock=clock,
     )
-    keys = _key_ring(settings, service)
+    keys = key_ring(settings, on_revoked=service.live.disconnect)
     connections = ConnectionLimits(settings)
     metrics = Metrics(
         Figures(
@@ -119,6 +124,7 @@ def create_app(
                 "access": (keys.gauges, keys.counters),
                 "connections": (dict, connections.counters),
             },
+            clock=clock,
         )
     )
     ingest = ZmqIngest(service, _zmq_settings(settings), decode=functools.partial(_decode, metrics))
@@ -132,13 +138,25 @@ def create_app(
                 service.check_spec(spec)
         except IndexerError as error:
             raise InvalidSettings(f"pod {spec.name!r}: {error}") from error
+    spans = open_spans(settings)
     readiness = Readiness(service, specs, clock=clock, grace_s=settings.ready_grace_s)
     app = Application(
         title="kvindexer",
         version=__version__,
         description=DESCRIPTION,
         lifespan=lambda _app: _lifespan(
-            settings, service, ingest, metrics, readiness, loads, tokenizer, snapshots, replica, specs, keys
+            settings,
+            service,
+            ingest,
+            metrics,
+            readiness,
+            loads,
+            tokenizer,
+            snapshots,
+            spans,
+            replica,
+            specs,
+            keys,
         ),
     )
     wiring = Wiring(
@@ -171,10 +189,10 @@ def create_app(
     # outside of the short way, so that no request can go around it.
     front: ASGIApp = ShortWay(app.framework, wiring=wiring) if short_way else app.framework
     if keys.is_needed or settings.rate_requests_per_s:
-        front = Access(
-            front, keys=keys, bucket=_bucket(settings), clock=clock, page=functools.partial(pages.page, 401)
-        )
-    app.front = RequestObservation(front, metrics=metrics)
+        front = Access(front, keys=keys, clock=clock, page=functools.partial(pages.page, 401))
+    app.front = RequestObservation(
+        front, metrics=metrics, access_log_every=settings.access_log_every, spans=spans
+    )
     pages.install(app)
     problems.install(app)
     document.install(app)
@@ -200,19 +218,6 @@ def _snapshots(
         configured=frozenset(spec.name for spec in specs),
         interval_s=settings.snapshot_interval_s,
     )
-
-
-def _key_ring(settings: Settings, service: IndexerService) -> KeyRing:
-    return KeyRing(
-        settings.api_keys,
-        settings.api_keys_file,
-        bucket=functools.partial(_bucket, settings),
-        on_revoked=service.live.disconnect,
-    )
-
-
-def _bucket(settings: Settings) -> Bucket:
-    return Bucket(settings.rate_requests_per_s, settings.rate_burst_requests)
 
 
 def _configured_pods(settings: Settings) -> list[PodSpec]:
@@ -248,6 +253,13 @@ def _zmq_settings(settings: Settings) -> ZmqSettings:
     )
 
 
+def _replica(settings: Settings, service: IndexerService, contents: FuzzyIndex | None) -> Replica:
+    # Redis's client takes a quarter of a second to import: only who has a Redis pays for it.
+    from app.replication.replica import Replica
+
+    return Replica(settings, service, contents)
+
+
 @contextlib.asynccontextmanager
 async def _lifespan(
     settings: Settings,
@@ -258,6 +270,7 @@ async def _lifespan(
     loads: Loads,
     tokenizer: Tokenizer,
     snapshots: SnapshotKeeper | None,
+    spans: Spans | None,
     replica: Replica | None,
     specs: list[PodSpec],
     keys: KeyRing,
@@ -287,6 +300,8 @@ async def _lifespan(
             await replica.stop(settings.shutdown_grace_s)
         if snapshots is not None:
             await snapshots.stop(settings.snapshot_grace_s)
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
 
 
 async def _tick(service: IndexerService, metrics: Metrics, interval_s: float) -> None:

@@ -10,34 +10,29 @@ import os
 import resource
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
 
-from app import __version__
+from app import __version__, logs
 from app.api.wiring import wired
 from app.config import Settings
 from app.connections import BoundedProtocol, ConnectionLimits
 from app.errors import CannotListen
 from app.main import create_app
-from app.redaction import RedactingFormatter
 from app.tls import ServerTls, server_tls
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2_048
 _TICKS_A_LOOK = 10  # uvicorn ticks ten times a second
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def run(settings: Settings) -> bool:
     """Serves until SIGINT or SIGTERM; False when the application did not come up. Raises CannotListen."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(RedactingFormatter(logging.Formatter(_LOG_FORMAT)))
-    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
+    logs.configure(settings.log_level, settings.log_format)
     _allow_descriptors()
     tls = server_tls(settings)
     app = create_app(settings)

@@ -134,14 +134,8 @@ def _access(app: ASGIApp, rate_per_s: float) -> Access:
     def bucket() -> Bucket:
         return Bucket(rate_per_s, 1e9)
 
-    ring = KeyRing(keys, None, bucket=bucket, on_revoked=lambda: None)
-    return Access(
-        app,
-        keys=ring,
-        bucket=bucket(),
-        clock=time.monotonic,
-        page=lambda headers: pages.page(401, headers),
-    )
+    ring = KeyRing(keys, None, new_bucket=bucket, on_revoked=lambda: None)
+    return Access(app, keys=ring, clock=time.monotonic, page=lambda headers: pages.page(401, headers))
 
 
 def _cpu_us(app: ASGIApp) -> float:

@@ -19,7 +19,7 @@ class Ring:
     def __init__(self, path: Path | None, fixed: str = "", rate_per_s: float = 0.0) -> None:
         self.revoked = 0
         self.ring = KeyRing(
-            parse_setting(fixed), path, bucket=lambda: Bucket(rate_per_s, 2), on_revoked=self._revoke
+            parse_setting(fixed), path, new_bucket=lambda: Bucket(rate_per_s, 2), on_revoked=self._revoke
         )
 
     def _revoke(self) -> None:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.problems import problem
 from app.api_keys import Scope as KeyScope
-from app.key_ring import RATE, SMALL_SCOPE, UNKNOWN_KEY, WITHOUT_KEY, Bucket, KeyRing
+from app.key_ring import RATE, SMALL_SCOPE, UNKNOWN_KEY, WITHOUT_KEY, KeyRing
 
 OPEN = frozenset({"/healthz", "/readyz"})
 OPEN_FILES = "/dashboard/"
@@ -51,14 +51,12 @@ Page = Callable[[dict[str, str]], Response]
 
 
 class Access:
-    """`bucket` is everybody's where no key is needed; `page` is the dashboard's, to be sent with these headers."""
+    """`page` is the dashboard's, to be sent with these headers."""
 
-    def __init__(
-        self, app: ASGIApp, *, keys: KeyRing, bucket: Bucket, clock: Callable[[], float], page: Page
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, clock: Callable[[], float], page: Page) -> None:
         self._app = app
         self._keys = keys
-        self._bucket = bucket
+        self._bucket = keys.new_bucket()  # everybody's, where no key is needed
         self._clock = clock
         self._page = page
 

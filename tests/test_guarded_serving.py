@@ -230,12 +230,29 @@ def test_no_secret_in_what_stops_the_start(tmp_path: Path) -> None:
         ("KVINDEXER_API_KEYS_FILE", str(keys)),
         ("KVINDEXER_API_KEYZ", f"{secret}:write"),
         ("KVINDEXER_REDIS_URLS", f"redis://user:{secret}@host:6379"),
+        ("KVINDEXER_REDIS_URL", f"http://user:{secret}@host:6379"),
         ("KVINDEXER_PODS", f"pod-a=,model=m,metrics=http://u:{secret}@"),
     ]:
         code, out, err = finished("serve", "--port", "0", **{name: value})
         assert (code, out) == (2, ""), (name, err)
         assert secret not in err, name
         assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_password_of_redis_is_never_said(form: str) -> None:
+    """Nobody listens there, so it is tried and complained about again and again."""
+    password = "pa55word-of-redis"
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
+        url = f"redis://user:{password}@127.0.0.1:{free.getsockname()[1]}/0"
+    settings = {"KVINDEXER_REDIS_URL": url, "KVINDEXER_LOG_LEVEL": "debug", "KVINDEXER_LOG_FORMAT": form}
+    with serving("serve", "--port", "0", **settings) as (process, port):
+        said = [ask(port, "GET", path, None)[1] for path in ("/readyz", "/v1/stats", "/v1/pods", "/metrics")]
+        said.append(ask(port, "POST", "/v1/events", None, b'{"pod":"p","model":"m","events":[]}')[1])
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=DEADLINE_S)
+    assert "redis" in "\n".join([err, *said]).lower(), "nothing was said of Redis at all"
+    assert password not in "\n".join([out, err, *said])
 
 
 def test_key_of_the_environment_is_sent_by_commands() -> None:

@@ -1,9 +1,9 @@
 """The only place where things are wired together: settings in, an ASGI application out.
 
 The event loop's thread is the one writer. The ZMQ ingest receives on a thread of its own and hands whole
-batches to the loop; a timer gives the service its slices of expiry. Start: pods are registered, and a snapshot is
-read, before the first request is served, so a router never sees an indexer that does not know its own configuration.
-End: requests are finished, streams left, then the last snapshot is written.
+batches to the loop; a timer gives the service its slices of expiry. Start: pods are registered before the first request
+is served, so a router never sees an indexer that does not know its own configuration; while a snapshot is read, only
+probes are answered. End: requests are finished, streams left, then the last snapshot is written.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from app.api import (
 from app.api.access import Access
 from app.api.observation import RequestObservation
 from app.api.short_way import ShortWay
+from app.api.starting import Starting
 from app.api.wiring import Wiring, attach
 from app.config import Settings
 from app.connections import ConnectionLimits
@@ -60,7 +61,9 @@ from app.pods import PodSpec
 from app.readiness import Readiness
 from app.router import Router
 from app.service import IndexerService, index_limits
+from app.snapshots.file import FileStore
 from app.snapshots.keeper import SnapshotKeeper
+from app.start import Start
 from app.tokenizer.front import Tokenizer
 from app.tracing import Spans, open_spans
 from app.writers import DirectWriter, Writer
@@ -77,6 +80,7 @@ class Application(FastAPI):
     """FastAPI behind `front`: the framework's own layers cost more than a match, so they are not before it."""
 
     front: ASGIApp
+    start: Start
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.front(scope, receive, send)
@@ -140,6 +144,7 @@ def create_app(
             raise InvalidSettings(f"pod {spec.name!r}: {error}") from error
     spans = open_spans(settings)
     readiness = Readiness(service, specs, clock=clock, grace_s=settings.ready_grace_s)
+    start = Start()
     app = Application(
         title="kvindexer",
         version=__version__,
@@ -153,12 +158,14 @@ def create_app(
             loads,
             tokenizer,
             snapshots,
+            start,
             spans,
             replica,
             specs,
             keys,
         ),
     )
+    app.start = start
     wiring = Wiring(
         settings,
         service,
@@ -187,7 +194,7 @@ def create_app(
         app.include_router(resource.router)
     # From the inside out. What must hold for every request (keys and rates, where there are any; metrics) stands
     # outside of the short way, so that no request can go around it.
-    front: ASGIApp = ShortWay(app.framework, wiring=wiring) if short_way else app.framework
+    front: ASGIApp = Starting(ShortWay(app.framework, wiring=wiring) if short_way else app.framework, start)
     if keys.is_needed or settings.rate_requests_per_s:
         front = Access(front, keys=keys, clock=clock, page=functools.partial(pages.page, 401))
     app.front = RequestObservation(
@@ -214,7 +221,7 @@ def _snapshots(
     return SnapshotKeeper(
         service,
         index,
-        path,
+        FileStore(path),
         configured=frozenset(spec.name for spec in specs),
         interval_s=settings.snapshot_interval_s,
     )
@@ -270,25 +277,31 @@ async def _lifespan(
     loads: Loads,
     tokenizer: Tokenizer,
     snapshots: SnapshotKeeper | None,
+    start: Start,
     spans: Spans | None,
     replica: Replica | None,
     specs: list[PodSpec],
     keys: KeyRing,
 ) -> AsyncIterator[None]:
     keys.start()
-    if snapshots is not None:
-        for spec in await snapshots.restore():
-            readiness.wait_for(spec)
-        snapshots.start()
-    if replica is not None:
-        replica.start(specs)
-    ingest.start()
-    loads.start()
-    readiness.begin()
-    timer = asyncio.create_task(_tick(service, metrics, settings.sweep_interval_s), name="tick")
+
+    async def begin() -> None:
+        if snapshots is not None:
+            for spec in await snapshots.restore():
+                readiness.wait_for(spec)
+            snapshots.start()
+        if replica is not None:
+            replica.start(specs)
+        ingest.start()
+        loads.start()
+        readiness.begin()
+
+    await start.run(begin(), aside=snapshots is not None)
+    timer = asyncio.create_task(_tick(service, metrics, start, settings.sweep_interval_s), name="tick")
     try:
         yield
     finally:
+        await start.stop()
         timer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await timer
@@ -298,15 +311,17 @@ async def _lifespan(
         ingest.stop()
         if replica is not None:
             await replica.stop(settings.shutdown_grace_s)
-        if snapshots is not None:
+        if snapshots is not None and start.is_over:
             await snapshots.stop(settings.snapshot_grace_s)
         if spans is not None:
             await asyncio.to_thread(spans.close)
 
 
-async def _tick(service: IndexerService, metrics: Metrics, interval_s: float) -> None:
+async def _tick(service: IndexerService, metrics: Metrics, start: Start, interval_s: float) -> None:
     while True:
         await asyncio.sleep(interval_s)
+        if not start.is_over:
+            continue
         try:
             service.tick()
         except Exception:  # the outermost loop of this task: it must outlive one bad slice, and say so

@@ -8,7 +8,7 @@ NATIVE_TESTS := tests/index tests/fuzzy tests/api/test_fuzzy.py tests/test_servi
   tests/test_wire.py tests/ingest/test_wire_payload.py
 CPP_FILES := $(wildcard native/*.hpp native/*.cpp)
 
-.PHONY: demo serve test sanitize check bench fmt clean
+.PHONY: demo serve test sanitize check bench audit sbom fmt clean
 
 $(VENV)/.dependencies: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -54,6 +54,22 @@ check: $(STAMP)
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker-compose.yml
+
+# Known vulnerabilities of what the image is built with. Asks a public service, so it is no part of `check`; a
+# dependency that the service does not know is a failure here, and not a silence.
+AUDIT := build/audit
+audit:
+	@test -x $(AUDIT)/bin/python || $(PYTHON) -m venv $(AUDIT)
+	@$(AUDIT)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	@$(AUDIT)/bin/python -m pip install --quiet --group audit
+	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --requirement deploy/constraints.txt
+
+# What the image is built with, as CycloneDX JSON. Nothing is asked of anybody.
+SBOM := build/kvindexer.cdx.json
+sbom: $(STAMP)
+	@mkdir -p $(dir $(SBOM))
+	$(BIN)/cyclonedx-py requirements deploy/constraints.txt --pyproject pyproject.toml --output-reproducible \
+	  --validate --output-format JSON --output-file $(SBOM)
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix .

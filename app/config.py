@@ -15,7 +15,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from app.errors import InvalidSettings
+from app.api_keys import ApiKey, parse_setting
+from app.errors import InvalidInput, InvalidSettings
+from app.redaction import redacted_value
 
 PREFIX = "KVINDEXER_"
 
@@ -53,6 +55,32 @@ class Settings(BaseSettings):
         ge=0,
         description="One request of this many gets a span, of those whose caller sends no trace; 0 none. "
         "With a trace, its caller has decided.",
+    )
+
+    api_keys: Annotated[tuple[ApiKey, ...], NoDecode] = Field(
+        (),
+        description="Keys of requests, separated by ',', each as `key:read` or `key:write`; with none no key is needed.",
+    )
+    api_keys_file: Path | None = Field(
+        None,
+        description="File with one such key a line, beside those; read again when it changes, without a restart.",
+    )
+    rate_requests_per_s: float = Field(
+        0.0,
+        ge=0,
+        description="Requests a second of one key, or of everybody where no key is needed; past it 429; 0 no bound.",
+    )
+    rate_burst_requests: int = Field(
+        1_000, ge=1, description="Requests that a key which was silent may make at once."
+    )
+    tls_certificate: Path | None = Field(
+        None, description="PEM file of the server's certificate and its chain: with it, HTTPS only."
+    )
+    tls_key: Path | None = Field(
+        None, description="PEM file of its private key, where that is not in the same file."
+    )
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file of authorities: only clients with a certificate of theirs are served."
     )
 
     pods: Annotated[tuple[str, ...], NoDecode] = Field(
@@ -253,6 +281,23 @@ class Settings(BaseSettings):
         description="Seconds that the last snapshot, at the end, may take; past it the one before stays.",
     )
 
+    head_bytes_max: int = Field(
+        65_536, ge=4_096, description="Bytes of the head of one request; past it 431."
+    )
+    head_timeout_s: float = Field(
+        10.0,
+        ge=1,
+        description="Seconds that a connection may take to send the head of a request; past it 408.",
+    )
+    body_timeout_s: float = Field(
+        60.0, ge=1, description="Seconds that the body of a request may take to come; past it 408."
+    )
+    send_timeout_s: float = Field(
+        60.0,
+        ge=1,
+        description="Seconds for which an answer may wait for its reader to take any of it; past it the connection ends.",
+    )
+
     queries_max: int = Field(1_024, ge=1, description="Queries of one batch match; past it 422.")
     route_decay_s: float = Field(
         10.0,
@@ -307,6 +352,16 @@ class Settings(BaseSettings):
         64 * 1024 * 1024, ge=0, description="Bytes of token ids kept for prompts that come again."
     )
 
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def _parse_api_keys(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            try:
+                return parse_setting(value)
+            except InvalidInput as error:
+                raise ValueError(str(error)) from None
+        return value
+
     @field_validator("tokenizers", mode="before")
     @classmethod
     def _split_tokenizers(cls, value: Any) -> Any:
@@ -356,7 +411,8 @@ def load_settings(**overrides: Any) -> Settings:
     known = {variable(name) for name in Settings.model_fields} | CLIENT_VARIABLES
     for name in sorted(os.environ):
         if name.upper().startswith(PREFIX) and name.upper() not in known:
-            raise InvalidSettings(f"{name}={os.environ[name]!r}: there is no setting of this name")
+            value = redacted_value(name, os.environ[name])
+            raise InvalidSettings(f"{name}={value}: there is no setting of this name")
     workers = os.environ.get(_WORKERS, "").strip()
     if workers not in ("", "1"):
         # uvicorn and gunicorn take it for so many processes on one port, each with a picture of its own.
@@ -373,4 +429,4 @@ def load_settings(**overrides: Any) -> Settings:
 def _sentence(fault: Any, overrides: dict[str, Any]) -> str:
     place = str(fault["loc"][0]) if fault["loc"] else ""
     key = "--" + place.replace("_", "-") if place in overrides else variable(place)
-    return f"{key}={fault['input']!r}: {fault['msg']}"
+    return f"{key}={redacted_value(variable(place), fault['input'])}: {fault['msg']}"

@@ -38,11 +38,13 @@ from app.api import (
     route,
     streams,
 )
+from app.api.access import Access
 from app.api.observation import RequestObservation
 from app.api.short_way import ShortWay
 from app.api.starting import Starting
 from app.api.wiring import Wiring, attach
 from app.config import Settings
+from app.connections import ConnectionLimits
 from app.discovery.discovery import Discovery, places
 from app.discovery.pods_file import place_of
 from app.errors import IndexerError, InvalidInput, InvalidSettings
@@ -56,6 +58,7 @@ from app.ingest.registry import parse_pod, read_pods_file
 from app.ingest.sequence import SequenceLimits
 from app.ingest.vllm import decode_batch
 from app.ingest.zmq import ZmqIngest, ZmqSettings
+from app.key_ring import KeyRing, key_ring
 from app.loads import Loads
 from app.metrics import Figures, Metrics
 from app.pods import PodSpec
@@ -90,8 +93,13 @@ class Application(FastAPI):
         await super().__call__(scope, receive, send)
 
 
-def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> Application:
-    """Raises InvalidSettings for configured pods that cannot be."""
+def create_app(
+    settings: Settings, *, clock: Callable[[], float] = time.monotonic, short_way: bool = True
+) -> Application:
+    """Raises InvalidSettings for configured pods and keys that cannot be.
+
+    Without `short_way` every request takes the framework's: the answers are the same, as the tests show.
+    """
     configured, file_specs = _configured_pods(settings)
     specs = [*configured, *file_specs]
     contents = fuzzy_index(settings)
@@ -107,6 +115,8 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         serves=lambda model: any(pod.spec.model == model for pod in service.pods.values()),
         clock=clock,
     )
+    keys = key_ring(settings, on_revoked=service.live.disconnect)
+    connections = ConnectionLimits(settings)
     metrics = Metrics(
         Figures(
             stats=service.stats,
@@ -120,6 +130,8 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
                 "replication": (replica.gauges, replica.counters) if replica else (dict, dict),
                 "snapshot": (snapshots.gauges, snapshots.counters) if snapshots else (dict, dict),
                 "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
+                "access": (keys.gauges, keys.counters),
+                "connections": (dict, connections.counters),
             },
             places=lambda: discovery.figures(),
             questions=lambda: discovery.questions(),
@@ -173,6 +185,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
             spans,
             replica,
             specs,
+            keys,
         ),
     )
     app.start = start
@@ -185,6 +198,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         lambda: readiness.missing() + (replica.missing() if replica else []),
         router,
         tokenizer,
+        connections,
         replica.stats if replica else None,
         discovery.stats,
     )
@@ -202,13 +216,13 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         compatible_queries,
     ):
         app.include_router(resource.router)
-    # From the inside out. What must hold for every request (metrics; a check of keys, when there is one) stands
+    # From the inside out. What must hold for every request (keys and rates, where there are any; metrics) stands
     # outside of the short way, so that no request can go around it.
+    front: ASGIApp = Starting(ShortWay(app.framework, wiring=wiring) if short_way else app.framework, start)
+    if keys.is_needed or settings.rate_requests_per_s:
+        front = Access(front, keys=keys, clock=clock, page=functools.partial(pages.page, 401))
     app.front = RequestObservation(
-        Starting(ShortWay(app.framework, wiring=wiring), start),
-        metrics=metrics,
-        access_log_every=settings.access_log_every,
-        spans=spans,
+        front, metrics=metrics, access_log_every=settings.access_log_every, spans=spans
     )
     pages.install(app)
     problems.install(app)
@@ -298,7 +312,10 @@ async def _lifespan(
     spans: Spans | None,
     replica: Replica | None,
     specs: list[PodSpec],
+    keys: KeyRing,
 ) -> AsyncIterator[None]:
+    keys.start()
+
     async def begin() -> None:
         if snapshots is not None:
             for spec in await snapshots.restore():
@@ -321,6 +338,7 @@ async def _lifespan(
         with contextlib.suppress(asyncio.CancelledError):
             await timer
         await discovery.stop()
+        await keys.stop()
         await loads.stop()
         await tokenizer.close()
         ingest.stop()

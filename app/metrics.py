@@ -112,6 +112,7 @@ _PART_GAUGES = {
         "cache_bytes": "Bytes of those",
     },
     "loads": {"known": "Pods whose load was read lately"},
+    "access": {"keys": "API keys that are known now"},
     "snapshot": {
         "saved_at_seconds": "Unix time of the last snapshot written",
         "saved_bytes": "Its bytes on disk",
@@ -147,6 +148,20 @@ _PART_COUNTERS = {
     "loads": {
         "polls": "Times that a pod was asked for its load",
         "failures": "Those of them without an answer that can be used",
+    },
+    "access": {
+        "refused_without_key": "Requests refused: no key where one is needed",
+        "refused_unknown_key": "Requests refused: a key that is not known",
+        "refused_scope": "Requests refused: a key of scope read where write is needed",
+        "refused_rate": "Requests refused: rate_requests_per_s",
+        "reloads": "Times that the file of keys was taken over",
+        "reload_failures": "Times that it could not be used; the keys from before stay",
+    },
+    "connections": {
+        "head_timeouts": "Connections ended: head_timeout_s",
+        "body_timeouts": "Connections ended: body_timeout_s",
+        "send_timeouts": "Connections ended: send_timeout_s",
+        "heads_too_long": "Connections ended: head_bytes_max",
     },
     "snapshot": {
         "saved": "Snapshots written",

@@ -72,6 +72,9 @@ class OneWriteTransport(asyncio.Transport):
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return self._transport.get_extra_info(name, default)
 
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size() + len(self._head or b"")
+
     def pause_reading(self) -> None:
         self._transport.pause_reading()
 

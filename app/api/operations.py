@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from app import __version__
 from app.api import bodies, problems
-from app.api.document import described
+from app.api.document import PROBLEMS, described
 from app.api.wiring import wiring_of
 from app.metrics import CONTENT_TYPE
 from app.schemas import HealthResponse, StatsResponse
@@ -44,7 +44,8 @@ async def readyz(request: Request) -> Response:
         200: {
             "description": "Prometheus text format.",
             "content": {"text/plain": {"schema": {"type": "string"}}},
-        }
+        },
+        "default": PROBLEMS,
     },
 )
 async def metrics(request: Request) -> Response:

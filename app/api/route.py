@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import Meta
 
 from app.api import bodies
+from app.api.access import may_write
 from app.api.document import described
 from app.api.prompts import ARRAYS, read_query
 from app.api.wiring import wiring_of
@@ -33,7 +34,10 @@ class _Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @router.post("/route", **described(RouteResponse, body=RouteRequest))
 async def route(request: Request) -> Response:
-    """Chooses a pod for a prompt by what each holds of it and how busy it is."""
+    """Chooses a pod for a prompt by what each holds of it and how busy it is.
+
+    With a key of scope `read` nothing is reserved, whatever `reserve` says: announcing is writing, as `/v1/prefixes` is.
+    """
     wiring = wiring_of(request)
     notation = bodies.content_type(request, bodies.JSON, bodies.MSGPACK)
     bodies.refuse_query(request)
@@ -47,7 +51,7 @@ async def route(request: Request) -> Response:
         query,
         policy=Policy(fields.policy),
         loads={pod: Load(said.running, said.waiting, said.kv_usage) for pod, said in loads.items()},
-        reserve=fields.reserve,
+        reserve=fields.reserve and may_write(request),
         ttl_s=fields.ttl_s,
         dry_run=fields.dry_run,
     )

@@ -22,6 +22,7 @@ from typing import TypeGuard
 from app.config import Settings
 from app.errors import BatchRejected, InvalidInput
 from app.events import BlockRemoved, BlockStored, Event, EventBatch, PrefixesStored, RejectedEvent, Tier
+from app.hints import Holder, HintBook, read_hints
 from app.index.interface import Index
 from app.live import LiveFeed
 from app.pods import PodSpec, Source
@@ -102,13 +103,21 @@ class Batches:
     """Part of the service. `now` gives the index's ticks; `rejected` counts events by reason."""
 
     def __init__(
-        self, settings: Settings, index: Index, registry: Registry, live: LiveFeed, *, now: Callable[[], int]
+        self,
+        settings: Settings,
+        index: Index,
+        registry: Registry,
+        live: LiveFeed,
+        hints: HintBook,
+        *,
+        now: Callable[[], int],
     ) -> None:
         self.rejected: Counter[str] = Counter()
         self._settings = settings
         self._index = index
         self._registry = registry
         self._live = live
+        self._hints = hints
         self._now = now
 
     def post(
@@ -235,15 +244,20 @@ class Batches:
                 self._report_drops()  # what was lost before the clear must not degrade what comes after it
                 self._registry.clear_gpu(source)
         self._report_drops()
+        self._hints.after_batch(source.index_id, now)
         return tally
 
     def _store(
         self, source: Source, event: BlockStored, tally: _Tally, *, model: str, lora: str | None, now: int
     ) -> None:
+        holder = Holder(source.index_id, event.tier, event.group)
+        if not self._hints.is_empty:
+            self._hints.before_store(holder, event.block_hashes, now)
         if event.token_ids:
+            context = self._index.context(model, lora, event.block_size, now)
             result = self._index.store(
                 source.index_id,
-                self._index.context(model, lora, event.block_size, now),
+                context,
                 tier=event.tier,
                 group=event.group,
                 engine_hashes=event.block_hashes,
@@ -253,6 +267,9 @@ class Batches:
                 now=now,
                 count_copies=self._settings.count_copies,
             )
+            if event.metadata is not None and self._hints.is_on:
+                last = int.from_bytes(event.block_hashes[-8:], "little")
+                self._hints.put(holder, context, last, event.metadata, now)
         else:
             result = self._index.place(
                 source.index_id,
@@ -271,9 +288,13 @@ class Batches:
         self, source: Source, event: PrefixesStored, tally: _Tally, *, model: str, now: int
     ) -> None:
         counted = self._settings.count_copies
+        holder = Holder(source.index_id, event.tier, event.group)
+        if not self._hints.is_empty:
+            self._hints.before_store(holder, event.block_hashes, now)
+        context = self._index.context(model, event.lora, event.block_size, now)
         result = self._index.store_prefixes(
             source.index_id,
-            self._index.context(model, event.lora, event.block_size, now),
+            context,
             tier=event.tier,
             group=event.group,
             engine_hashes=event.block_hashes,
@@ -282,6 +303,9 @@ class Batches:
             now=now,
             count_copies=counted,
         )
+        if event.hints is not None and self._hints.is_on:
+            for block, metadata in read_hints(event.hints):
+                self._hints.put(holder, context, block, metadata, now)
         source.offloads |= event.tier is not Tier.GPU
         tally.stored_blocks += result.stored_blocks
 

@@ -45,6 +45,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
     tier: Tier = Tier.GPU
     group: int = 0
     extra_keys: tuple[bytes, ...] | None = None
+    metadata: bytes | None = None  # of the last block, an object in either notation as it came: app/hints.py
 
     @property
     def block_count(self) -> int:
@@ -66,6 +67,7 @@ class PrefixesStored(msgspec.Struct, frozen=True, kw_only=True):
     lora: str | None = None
     tier: Tier = Tier.GPU
     group: int = 0
+    hints: bytes | None = None  # a list in either notation as it came: app/hints.py
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True):

@@ -100,6 +100,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
                 "loads": (loads.gauges, loads.counters),
                 "route": (dict, router.counters),
                 "snapshot": (snapshots.gauges, snapshots.counters) if snapshots else (dict, dict),
+                "hints": (service.hints.gauges, service.hints.counters),
                 "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
             },
         )

@@ -116,6 +116,11 @@ _PART_GAUGES = {
         "saved_bytes": "Its bytes on disk",
         "restored_blocks": "Blocks that the snapshot at the start brought",
     },
+    "hints": {
+        "kept": "Hints of blocks that are kept",
+        "waiting": "Those of them whose block waits for its parent",
+        "bytes": "Bytes of their metadata",
+    },
     "fuzzy": {
         "contexts": "Contexts whose blocks fuzzy matches find",
         "blocks": "Blocks that they find, removed ones too until they are swept",
@@ -151,6 +156,12 @@ _PART_COUNTERS = {
         "choices_round_robin": "Choices in turn",
         "choices_least_loaded": "Choices by load",
         "reserved_blocks": "Blocks announced with a choice",
+    },
+    "hints": {
+        "stored": "Hints that came with blocks",
+        "refused": "Metadata that was not kept: no object, or hint_bytes_max",
+        "evicted": "Hints that had to go for newer ones: hints_max",
+        "cut": "Hints left out of rows: row_hints_max",
     },
     "fuzzy": {
         "queries": "Fuzzy matches answered",

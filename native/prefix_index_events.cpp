@@ -456,6 +456,16 @@ std::vector<Place> PrefixIndex::holders(uint32_t id, uint64_t prefix, Tick now) 
   return found;
 }
 
+std::optional<uint64_t> PrefixIndex::prefix_of(uint32_t id, const Place& place, uint64_t engine_hash,
+                                               Tick now) {
+  Context* const context = find_context(id);
+  const std::optional<uint32_t> slot = context == nullptr ? std::nullopt : context->find_slot(place);
+  if (!slot) return std::nullopt;
+  for (const Name* name = names_.find(mix64(engine_hash)); name != nullptr; name = names_.next_equal(name))
+    if (owns(*name, *context, *slot) && holds(*context, *slot, name->prefix, now)) return name->prefix;
+  return std::nullopt;
+}
+
 bool PrefixIndex::names(uint64_t& cursor, size_t names_max, Tick now, std::vector<NameRun>& runs) {
   std::map<std::array<uint32_t, 4>, NameRun> by_slot;
   size_t work = 0;  // a name that nobody owns any more costs something too

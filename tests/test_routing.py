@@ -45,9 +45,9 @@ def held(
 
 def candidate(
     name: str, row: MatchRow | None = None, *, load: Load | None = None, own: float = 0.0, turn: int = 0,
-    state: SourceState | None = SourceState.LIVE,
+    work: float = 0.0, state: SourceState | None = SourceState.LIVE,
 ) -> Candidate:  # fmt: skip
-    return Candidate(name, 0, row, load, own, turn, state)
+    return Candidate(name, 0, row, load, own, turn, work, state)
 
 
 def order(

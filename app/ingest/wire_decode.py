@@ -40,6 +40,7 @@ from app.ingest.wire_fields import (
     read_parent,
     read_scalar,
     read_size,
+    read_span,
     read_text,
     read_tier,
     read_token_ids,
@@ -71,6 +72,7 @@ _PREFIXES_FIELDS = (
     "lora_name",
     "medium",
     "group_idx",
+    "hints",
 )  # ours, of a dump
 _REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 _CLEARED_FIELDS = ("medium",)
@@ -234,6 +236,7 @@ def _decode_stored(notation: Notation, fields: Fields, pod_block_size: int | Non
         tier=tier,
         group=group,
         extra_keys=extra_keys[:full_blocks] if extra_keys is not None else None,
+        metadata=read_span(notation, fields, "metadata"),
     )
 
 
@@ -260,6 +263,7 @@ def _decode_prefixes(notation: Notation, fields: Fields, _: int | None) -> Prefi
         lora=read_lora(notation, fields),
         tier=read_tier(notation, fields),
         group=read_group(notation, fields),
+        hints=read_span(notation, fields, "hints"),
     )
 
 

@@ -125,6 +125,14 @@ def read_parent(notation: Notation, fields: Fields) -> int | None:
         raise Rejected(Reject.BAD_HASH, detail, field="parent_block_hash") from error
 
 
+def read_span(notation: Notation, fields: Fields, name: str) -> bytes | None:
+    """The value as it came: whoever wants it reads it."""
+    raw = fields.get(name)
+    if raw is None or bytes(raw) == notation.null:
+        return None
+    return bytes(raw)
+
+
 def read_token_ids(notation: Notation, fields: Fields) -> bytes:
     raw = _required(fields, "token_ids")
     try:

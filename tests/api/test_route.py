@@ -46,6 +46,7 @@ def test_whole_answer(filled: Indexer) -> None:
         "tokens": 18,
         "blocks": 4,
         "reserved_blocks": 0,
+        "hints": None,
     }
     assert row == {
         "pod": "pod-a",

@@ -26,10 +26,10 @@ Why not the longest prefix alone: prompts of one application begin alike, so the
 block first would have all of them (the whole of a public hour of chat traffic, 12,031 requests on 8 pods of
 4,000 blocks: 8.7 % of blocks hit, worse than round robin's 9.8 %, and one pod does all the work). With cost,
 what every pod holds is worth nothing in comparison, as it should be.
-Why LOAD_WEIGHT is as low as 1/8: work in flight is soon over, while a prefix computed once more pushes
-another one out of a cache, for all requests to come. On that traffic 1/8 hits 32.4 to 32.9 % (loads one second
-old, or own choices alone) with the busiest pod at 1.06 times the mean; 1/2 hits 29.1 to 31.5 %, 1 hits 26.0 to
-29.6 %; one cache as large as all of them would hit 33.2 % (benchmarks/routing_policies.py).
+Why LOAD_WEIGHT is as low as 1/16: work in flight is soon over, while a prefix computed once more pushes
+another one out of a cache, for all requests to come. On that traffic 1/16 hits 33.0 %, 1/8 32.6 %, 1/6 32.4 % with
+the busiest pod at 1.02 times the mean and the first token no later; one cache as large as all of them would hit
+33.7 % (`kvindexer experiment`).
 Why BALANCE_WEIGHT: sessions of an agent begin with the same 1,264 tokens and come one at a time, so without it the
 pod that had the first one has them all (public tau-bench trace, 8 pods: 92.2 % hit, busiest pod 8.0 times the mean).
 A session that begins is as dear everywhere, and goes where least was computed; a few steps later its own history
@@ -50,7 +50,7 @@ import msgspec
 from app.pods import SourceState
 from app.scoring import TIER_LABELS, MatchRow
 
-LOAD_WEIGHT = 0.125
+LOAD_WEIGHT = 0.0625
 BALANCE_WEIGHT = 0.375
 RECENT_CHOICES = 1_024  # of all pods together: a choice counts for less by a factor e behind so many others
 WAITING_WEIGHT = 2.0  # a waiting request has all of its prefill before it

@@ -156,7 +156,7 @@ def test_a_full_cache_costs_up_to_the_whole_prompt() -> None:
 def test_scale_of_prompts_does_not_matter() -> None:
     for scale in (1, 10):
         tokens = 1_600 * scale
-        busy = candidate("busy", held(tokens, gpu=80 * scale), load=Load(running=6))
+        busy = candidate("busy", held(tokens, gpu=80 * scale), load=Load(running=12))
         idle = candidate("idle", held(tokens, gpu=10 * scale), load=Load())
         ranked = rank(
             Policy.PREFIX_AND_LOAD, [busy, idle], tokens=tokens, block_size=UNIT, request_tokens=tokens

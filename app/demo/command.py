@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,17 +14,28 @@ import typer
 if TYPE_CHECKING:
     from app.demo.router import Router
     from app.demo.runner import DemoOutcome
+    from app.experiment.trace import Trace
 
 POLICY_HELP = "Policy to route by; given several times, each has pods and the same traffic of its own."
 RATE_HELP = "Conversations that begin in a second."
+TRACE_HELP = "Send the requests of this trace (Mooncake or pdelta, plain or .gz) instead of made-up ones."
+SPEED_HELP = "Seconds of the trace in one second."
 PLAIN_INTERVAL_S = 5.0
+
+TraceOption = Annotated[Path | None, typer.Option(help=TRACE_HELP)]
+SpeedOption = Annotated[float, typer.Option(min=0.01, max=1_000, help=SPEED_HELP)]
 
 
 def demo(
     seconds: Annotated[float, typer.Option(min=0.5, help="How long traffic runs.")] = 60.0,
     pods: Annotated[int, typer.Option(min=1, max=64, help="Simulated pods for each policy.")] = 4,
-    blocks: Annotated[int, typer.Option(min=256, help="Pages of KV cache a pod has.")] = 2_000,
+    blocks: Annotated[int, typer.Option(min=256, help="Blocks of KV cache a pod has.")] = 2_000,
+    block_size: Annotated[
+        int | None, typer.Option(min=4, help="Tokens in a block; without it 16, or those of the trace.")
+    ] = None,
     rate: Annotated[float, typer.Option(min=0.01, help=RATE_HELP)] = 3.0,
+    trace: TraceOption = None,
+    speed: SpeedOption = 1.0,
     policy: Annotated[list[str] | None, typer.Option(help=POLICY_HELP)] = None,
     port: Annotated[
         int, typer.Option(min=0, max=65_535, help="Port of the indexer and its dashboard; 0: a free one.")
@@ -33,8 +45,17 @@ def demo(
     """An indexer, simulated pods and traffic on this machine, routing by prefix beside round robin. Ctrl-C ends it."""
     from app.demo.runner import DemoSettings, run_demo
 
+    read = _read_trace(trace)
     settings = DemoSettings(
-        policies=_policies(policy), pods=pods, blocks=blocks, rate=rate, seconds=seconds, port=port
+        policies=_policies(policy),
+        pods=pods,
+        blocks=blocks,
+        block_size=block_size or (read.block_tokens if read is not None else DemoSettings().block_size),
+        rate=rate,
+        seconds=seconds,
+        port=port,
+        trace=read,
+        speed=speed,
     )
     with _screen(quiet=as_json) as show:
         outcome = asyncio.run(run_demo(settings, show))
@@ -52,16 +73,29 @@ def traffic(
         float | None, typer.Option(min=0.5, help="How long; without it, until interrupted.")
     ] = None,
     rate: Annotated[float, typer.Option(min=0.01, help=RATE_HELP)] = 3.0,
+    trace: TraceOption = None,
+    speed: SpeedOption = 1.0,
     policy: Annotated[str, typer.Option(help="Policy to route by.")] = "prefix_and_load",
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document.")] = False,
 ) -> None:
     """Route made-up conversations to the simulated pods that an indexer knows (`kvindexer simulate`)."""
     from app.demo.runner import DemoSettings, run_traffic
 
-    settings = DemoSettings(policies=_policies([policy]), rate=rate, seconds=seconds)
+    settings = DemoSettings(
+        policies=_policies([policy]), rate=rate, seconds=seconds, trace=_read_trace(trace), speed=speed
+    )
     with _screen(quiet=as_json) as show:
         outcome = asyncio.run(run_traffic(settings, indexer.rstrip("/"), api_key, show))
     _sum_up(outcome, as_json=as_json)
+
+
+def _read_trace(path: Path | None) -> Trace | None:
+    """Raises InvalidInput."""
+    if path is None:
+        return None
+    from app.experiment.trace import load_trace
+
+    return load_trace(path)
 
 
 def _policies(given: list[str] | None) -> tuple[str, ...]:

@@ -20,7 +20,8 @@ import httpx
 from app.client import AsyncClient
 from app.demo.indexer_process import running_indexer
 from app.demo.router import Router
-from app.demo.source import TrafficSource
+from app.demo.source import Source, TraceSource, TrafficSource
+from app.experiment.trace import Trace
 from app.errors import InvalidInput, Unresponsive
 from app.simulator.engine_settings import EngineSettings
 from app.simulator.fleet import Fleet, FleetSettings
@@ -37,16 +38,22 @@ Show = Callable[[Sequence[Router], float, str], None]  # routers, elapsed second
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DemoSettings:
-    """`rate` is sessions a second, of some four requests on average; `seconds` None runs until a signal."""
+    """`rate` is sessions a second, of some four requests on average; `seconds` None runs until a signal.
+
+    With a `trace` its requests are the traffic instead, `speed` seconds of it in one.
+    """
 
     policies: tuple[str, ...] = ("prefix_and_load", "round_robin")
     pods: int = 4
     blocks: int = 2_000
+    block_size: int = 16
     rate: float = 3.0
     seconds: float | None = 60.0
     refresh_s: float = 0.5
     port: int = 0
     seed: int = 1
+    trace: Trace | None = None
+    speed: float = 1.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -121,7 +128,7 @@ async def _with_own_fleets(settings: DemoSettings, outcome: DemoOutcome, show: S
 
 
 def _fleet_settings(settings: DemoSettings, policy: str, url: str) -> FleetSettings:
-    cache = KVCacheSettings(capacity_pages=settings.blocks)
+    cache = KVCacheSettings(capacity_pages=settings.blocks, block_size=settings.block_size)
     pod = PodSettings(
         name=policy.replace("_", "-"), model=MODEL, engine=EngineSettings(cache=cache, waiting_max=10_000)
     )
@@ -139,26 +146,30 @@ async def _clients(url: str, api_key: str | None) -> AsyncIterator[tuple[AsyncCl
 
 
 async def _drive(settings: DemoSettings, outcome: DemoOutcome, show: Show) -> None:
-    """Traffic through every router until time is up."""
+    """Traffic through every router until time is up, or a trace."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     sources = [
-        asyncio.create_task(TrafficSource(router, rate=settings.rate, seed=settings.seed).run())
-        for router in outcome.routers
+        asyncio.create_task(_source(settings, router).run(), name=router.policy) for router in outcome.routers
     ]
     try:
         while settings.seconds is None or loop.time() - began_s < settings.seconds:
             show(outcome.routers, loop.time() - began_s, outcome.dashboard)
-            # Also ends when a source does, which it only does for a fault of ours.
-            done, _ = await asyncio.wait(
-                sources, timeout=settings.refresh_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, open_sources = await asyncio.wait(sources, timeout=settings.refresh_s)
             for task in done:
-                await task
+                await task  # made-up traffic only ends for a fault of ours
+            if not open_sources:
+                break
     finally:
         for task in sources:
             task.cancel()
         await asyncio.gather(*sources, return_exceptions=True)
+
+
+def _source(settings: DemoSettings, router: Router) -> Source:
+    if settings.trace is not None:
+        return TraceSource(router, settings.trace, speed=settings.speed)
+    return TrafficSource(router, rate=settings.rate, seed=settings.seed)
 
 
 async def _wait_for_pods(

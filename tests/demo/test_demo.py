@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 from app.client import AsyncClient
 from app.demo.router import Router
 from app.replay.indexer import own_indexer
+from tests.experiment.traces import conversations, write_mooncake
 
 DEADLINE_S = 60.0
 
@@ -92,6 +94,28 @@ def test_lines_and_a_summary_without_a_terminal() -> None:
     assert "\x1b" not in output
 
 
+def test_a_trace_is_the_traffic_and_its_end_is_the_end(tmp_path: Path) -> None:
+    rows = conversations(sessions=6, turns=3)
+    trace = write_mooncake(tmp_path / "trace.jsonl.gz", rows)
+    fast = str(max(1.0, rows[-1]["timestamp"] / 3_000))
+    process = start("demo", "--trace", str(trace), "--speed", fast, "--pods", "2", "--seconds", "40", "--json")
+    output, errors = finish(process)
+    assert process.returncode == 0, errors
+    said = json.loads(output)
+    assert not said["interrupted"]
+    for figures in said["policies"].values():
+        assert (figures["requests"], figures["failed"], figures["routed_alone"]) == (len(rows), 0, 0)
+        assert figures["hit_rate"] > 0
+
+
+def test_a_trace_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+    process = start("demo", "--trace", str(tmp_path / "none.jsonl"), "--seconds", "1")
+    output, errors = finish(process)
+    assert (process.returncode, output) == (1, "")
+    assert "cannot be read" in errors
+    assert "Traceback" not in errors
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_the_middle_ends_everything_with_a_summary(number: signal.Signals) -> None:
     process = start("demo", "--pods", "2", "--seconds", "600")
@@ -114,14 +138,26 @@ def test_the_whole_group_is_interrupted_as_a_terminal_does_it() -> None:
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("after_s", [0.6, 0.9, 1.2, 1.5, 1.8])
-def test_a_signal_while_it_starts_leaves_nothing(after_s: float) -> None:
-    process = start("demo", "--pods", "3", "--seconds", "600")
-    # Whatever moment of the start this hits: the claim is about every one of them.
+@pytest.mark.parametrize("number", range(8))
+def test_a_signal_at_any_moment_leaves_nothing_and_no_traceback(number: int, tmp_path: Path) -> None:
+    """From the first line of ours to the traffic; whatever moment this hits, the claim is about every one of them."""
+    after_s = random.uniform(0.1, 2.5)
+    trace = write_mooncake(tmp_path / "trace.jsonl", conversations(sessions=20, turns=4))
+    process = start("demo", "--pods", "3", "--seconds", "600", *(["--trace", str(trace)] if number % 2 else []))
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(after_s)
-    process.send_signal(signal.SIGINT)
-    finish(process)
+    process.send_signal((signal.SIGINT, signal.SIGTERM)[number // 4])
+    output, errors = finish(process)
+    said = f"after {after_s:.3f} s: {process.returncode} {output} {errors}"
+    if process.returncode == 0:
+        assert "interrupted" in output, said
+        assert "Traceback" not in errors, said
+    elif process.returncode == 130:
+        assert (output, errors) == ("", ""), said
+    else:
+        # Before any line of ours could run, or asked to terminate before it had begun anything: the system's own.
+        assert process.returncode in (-signal.SIGINT, -signal.SIGTERM), said
+        assert output == "", said
 
 
 def test_a_taken_port_is_one_sentence() -> None:

@@ -64,8 +64,13 @@ def demo(
 
 def traffic(
     indexer: Annotated[
-        str, typer.Option("--url", envvar="KVINDEXER_URL", help="The indexer to route by.")
-    ] = "http://127.0.0.1:8080",
+        list[str] | None,
+        typer.Option(
+            "--url",
+            envvar="KVINDEXER_URL",
+            help="The indexer to route by, http://127.0.0.1:8080 without; given several times, all in turn.",
+        ),
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="KVINDEXER_API_KEY", help="A key of scope `read` or `write`.")
     ] = None,
@@ -84,8 +89,9 @@ def traffic(
     settings = DemoSettings(
         policies=_policies([policy]), rate=rate, seconds=seconds, trace=_read_trace(trace), speed=speed
     )
+    urls = [url.rstrip("/") for url in indexer or ["http://127.0.0.1:8080"]]
     with _screen(quiet=as_json) as show:
-        outcome = asyncio.run(run_traffic(settings, indexer.rstrip("/"), api_key, show))
+        outcome = asyncio.run(run_traffic(settings, urls, api_key, show))
     _sum_up(outcome, as_json=as_json)
 
 

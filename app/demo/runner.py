@@ -73,17 +73,18 @@ async def run_demo(settings: DemoSettings, show: Show) -> DemoOutcome:
 
 
 async def run_traffic(
-    settings: DemoSettings, indexer_url: str, api_key: str | None, show: Show
+    settings: DemoSettings, indexer_urls: Sequence[str], api_key: str | None, show: Show
 ) -> DemoOutcome:
-    """Through an indexer that runs already, to all pods of the model that say where their metrics are."""
-    outcome = DemoOutcome(dashboard=f"{indexer_url}/")
+    """Through indexers that run already, replicas of one another, to all pods of the model that say where their
+    metrics are."""
+    outcome = DemoOutcome(dashboard=f"{indexer_urls[0]}/")
 
     async def body() -> None:
-        async with _clients(indexer_url, api_key) as (indexer, http):
-            urls = await _wait_for_pods(http, indexer_url, api_key)
+        async with _clients(indexer_urls, api_key) as (indexers, http):
+            urls = await _wait_for_pods(http, indexer_urls, api_key)
             for policy in settings.policies:
-                outcome.routers.append(Router(indexer, http, MODEL, urls, policy))
-            follower = asyncio.create_task(_follow_pods(http, indexer_url, api_key, outcome.routers))
+                outcome.routers.append(Router(indexers, http, MODEL, urls, policy))
+            follower = asyncio.create_task(_follow_pods(http, indexer_urls, api_key, outcome.routers))
             try:
                 await _drive(settings, outcome, show)
             finally:
@@ -119,11 +120,11 @@ async def _with_own_fleets(settings: DemoSettings, outcome: DemoOutcome, show: S
     async with contextlib.AsyncExitStack() as stack:
         url = await stack.enter_async_context(running_indexer(settings.port))
         outcome.dashboard = f"{url}/"
-        indexer, http = await stack.enter_async_context(_clients(url, None))
+        indexers, http = await stack.enter_async_context(_clients([url], None))
         for policy in settings.policies:
             fleet = await stack.enter_async_context(Fleet(_fleet_settings(settings, policy, url)))
             urls = {running.name: running.url for running in fleet.pods}
-            outcome.routers.append(Router(indexer, http, MODEL, urls, policy))
+            outcome.routers.append(Router(indexers, http, MODEL, urls, policy))
         await _drive(settings, outcome, show)
 
 
@@ -132,17 +133,18 @@ def _fleet_settings(settings: DemoSettings, policy: str, url: str) -> FleetSetti
     pod = PodSettings(
         name=policy.replace("_", "-"), model=MODEL, engine=EngineSettings(cache=cache, waiting_max=10_000)
     )
-    return FleetSettings(pods=settings.pods, pod=pod, indexer_url=url)
+    return FleetSettings(pods=settings.pods, pod=pod, indexer_urls=(url,))
 
 
 @contextlib.asynccontextmanager
-async def _clients(url: str, api_key: str | None) -> AsyncIterator[tuple[AsyncClient, httpx.AsyncClient]]:
+async def _clients(
+    urls: Sequence[str], api_key: str | None
+) -> AsyncIterator[tuple[list[AsyncClient], httpx.AsyncClient]]:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
-    async with (
-        AsyncClient(url, api_key=api_key) as indexer,
-        httpx.AsyncClient(timeout=POD_TIMEOUT_S, limits=limits, trust_env=False) as http,
-    ):
-        yield indexer, http
+    async with contextlib.AsyncExitStack() as stack:
+        indexers = [await stack.enter_async_context(AsyncClient(url, api_key=api_key)) for url in urls]
+        http = httpx.AsyncClient(timeout=POD_TIMEOUT_S, limits=limits, trust_env=False)
+        yield indexers, await stack.enter_async_context(http)
 
 
 async def _drive(settings: DemoSettings, outcome: DemoOutcome, show: Show) -> None:
@@ -173,33 +175,43 @@ def _source(settings: DemoSettings, router: Router) -> Source:
 
 
 async def _wait_for_pods(
-    http: httpx.AsyncClient, indexer_url: str, api_key: str | None, deadline_s: float = 60.0
+    http: httpx.AsyncClient, indexer_urls: Sequence[str], api_key: str | None, deadline_s: float = 60.0
 ) -> dict[str, str]:
     """Once there is one."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + deadline_s
     while True:
         try:
-            urls = await _served_pods(http, indexer_url, api_key)
+            urls = await _known_pods(http, indexer_urls, api_key)
             if urls:
                 return urls
             cause = "it knows none of the model"
         except Unresponsive as error:
             cause = str(error)
         if loop.time() > deadline:
-            raise Unresponsive(f"the indexer at {indexer_url} has no pods to send to: {cause}")
+            raise Unresponsive(f"the indexer at {' and '.join(indexer_urls)} has no pods to send to: {cause}")
         await asyncio.sleep(0.2)
 
 
 async def _follow_pods(
-    http: httpx.AsyncClient, indexer_url: str, api_key: str | None, routers: Sequence[Router]
+    http: httpx.AsyncClient, indexer_urls: Sequence[str], api_key: str | None, routers: Sequence[Router]
 ) -> None:
     while True:
         await asyncio.sleep(PODS_INTERVAL_S)
         with contextlib.suppress(Unresponsive, InvalidInput):
-            urls = await _served_pods(http, indexer_url, api_key)
+            urls = await _known_pods(http, indexer_urls, api_key)
             for router in routers if urls else ():
                 router.set_pods(urls)
+
+
+async def _known_pods(
+    http: httpx.AsyncClient, indexer_urls: Sequence[str], api_key: str | None
+) -> dict[str, str]:
+    """Of the first that answers."""
+    for url in indexer_urls[:-1]:
+        with contextlib.suppress(Unresponsive):
+            return await _served_pods(http, url, api_key)
+    return await _served_pods(http, indexer_urls[-1], api_key)
 
 
 async def _served_pods(http: httpx.AsyncClient, indexer_url: str, api_key: str | None) -> dict[str, str]:

@@ -96,7 +96,8 @@ class Rank:
     def _boot(self) -> None:
         self.engine = Engine(self._settings)
         self.hints = EventHints(self._prefetch)
-        self.connector = Connector(backend=self.hints)
+        settings = self._settings.connector
+        self.connector = Connector(settings, backend=None if settings is None else self.hints)
 
     # -- life
 

@@ -206,7 +206,7 @@ def test_traffic_reaches_the_pods_that_an_indexer_knows(fleet: tuple[str, subpro
 def test_a_router_follows_pods_that_come_and_go() -> None:
     async def follow() -> Router:
         async with AsyncClient("http://127.0.0.1:9") as nobody, httpx.AsyncClient() as http:
-            router = Router(nobody, http, "simulated", {"a": "http://127.0.0.1:9"}, "prefix_and_load")
+            router = Router([nobody], http, "simulated", {"a": "http://127.0.0.1:9"}, "prefix_and_load")
             await router.send([1, 2, 3], 1)
             router.set_pods({"b": "http://127.0.0.1:9", "c": "http://127.0.0.1:9"})
             for _ in range(4):
@@ -226,7 +226,7 @@ def test_a_router_goes_on_in_turn_without_its_indexer(fleet: tuple[str, subproce
 
     async def send() -> Router:
         async with AsyncClient("http://127.0.0.1:9") as nobody, httpx.AsyncClient(trust_env=False) as http:
-            router = Router(nobody, http, "simulated", urls, "prefix_and_load")
+            router = Router([nobody], http, "simulated", urls, "prefix_and_load")
             for number in range(4):
                 served = await router.send(list(range(number, number + 40)), 3)
                 assert served is not None
@@ -238,12 +238,41 @@ def test_a_router_goes_on_in_turn_without_its_indexer(fleet: tuple[str, subproce
     assert [figures.requests for figures in router.figures.values()] == [2, 2]
 
 
+def test_replicas_are_asked_in_turn_and_one_of_them_is_enough(
+    fleet: tuple[str, subprocess.Popen[str]],
+) -> None:
+    url, _ = fleet
+    urls = {
+        pod["pod"]: pod["metrics_url"].removesuffix("/metrics")
+        for pod in httpx.get(f"{url}/v1/pods").json()["pods"]
+    }
+
+    def asked() -> float:
+        text = httpx.get(f"{url}/metrics").text
+        return float(text.partition("\nkvindexer_route_choices_round_robin_total ")[2].split()[0])
+
+    async def send() -> Router:
+        async with (
+            AsyncClient("http://127.0.0.1:9") as nobody,
+            AsyncClient(url) as indexer,
+            httpx.AsyncClient(trust_env=False) as http,
+        ):
+            router = Router([nobody, indexer], http, "simulated", urls, "round_robin")
+            for number in range(4):
+                assert await router.send(list(range(number, number + 40)), 3) is not None
+        return router
+
+    before = asked()
+    router = asyncio.run(send())
+    assert (router.alone, asked() - before) == (0, 4)
+
+
 def test_a_pod_that_is_gone_is_counted_and_does_not_raise(fleet: tuple[str, subprocess.Popen[str]]) -> None:
     url, _ = fleet
 
     async def send() -> Router:
         async with AsyncClient(url) as indexer, httpx.AsyncClient(trust_env=False) as http:
-            router = Router(indexer, http, "simulated", {"gone": "http://127.0.0.1:9"}, "prefix_and_load")
+            router = Router([indexer], http, "simulated", {"gone": "http://127.0.0.1:9"}, "prefix_and_load")
             assert await router.send([1, 2, 3], 3) is None
         return router
 

@@ -36,7 +36,7 @@ async def fleet(url: str, name: str, **pod: Any) -> AsyncIterator[tuple[Fleet, h
     engine = EngineSettings(offload=offload)
     settings = PodSettings(name=name, model=name, engine=engine, speed=float("inf"), **pod)
     async with (
-        Fleet(FleetSettings(pods=1, pod=settings, indexer_url=url)) as started,
+        Fleet(FleetSettings(pods=1, pod=settings, indexer_urls=(url,))) as started,
         httpx.AsyncClient(trust_env=False) as http,
     ):
         yield started, http

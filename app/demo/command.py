@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 POLICY_HELP = "Policy to route by; given several times, each has pods and the same traffic of its own."
 RATE_HELP = "Conversations that begin in a second."
 TRACE_HELP = "Send the requests of this trace (Mooncake or pdelta, plain or .gz) instead of made-up ones."
-SPEED_HELP = "Seconds of the trace in one second."
+SPEED_HELP = "Seconds of the trace in one second; the pods stay as fast as they are."
 PLAIN_INTERVAL_S = 5.0
 
 TraceOption = Annotated[Path | None, typer.Option(help=TRACE_HELP)]

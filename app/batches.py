@@ -22,7 +22,7 @@ from typing import TypeGuard
 from app.config import Settings
 from app.errors import BatchRejected, InvalidInput
 from app.events import BlockRemoved, BlockStored, Event, EventBatch, PrefixesStored, RejectedEvent, Tier
-from app.hints import Holder, HintBook, read_hints
+from app.hints import HintBook, Holder, read_hints
 from app.index.interface import Index
 from app.live import LiveFeed
 from app.pods import PodSpec, Source

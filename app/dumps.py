@@ -23,7 +23,7 @@ import msgspec
 
 from app.errors import Overloaded
 from app.events import Tier
-from app.hints import Holder, HintBook
+from app.hints import HintBook, Holder
 from app.index.interface import Index
 from app.index.prefix_index import ContextInfo, NameRun
 from app.pods import Source

@@ -337,7 +337,8 @@ class MatchRowResponse(Body):
     state: StateLabel
     last_event_age_s: float | None
     hints: list[HintResponse] | None = Field(
-        None, description="What the engine said of blocks of this prompt that it holds; longest prefixes first."
+        None,
+        description="What the engine said of blocks of this prompt that it holds; longest prefixes first.",
     )
 
 

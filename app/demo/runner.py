@@ -21,8 +21,8 @@ from app.client import AsyncClient
 from app.demo.indexer_process import running_indexer
 from app.demo.router import Router
 from app.demo.source import Source, TraceSource, TrafficSource
-from app.experiment.trace import Trace
 from app.errors import InvalidInput, Unresponsive
+from app.experiment.trace import Trace
 from app.simulator.engine_settings import EngineSettings
 from app.simulator.fleet import Fleet, FleetSettings
 from app.simulator.kv_cache import KVCacheSettings

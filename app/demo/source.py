@@ -1,7 +1,7 @@
 """Traffic through one router, until cancelled: open loop, with a bound on what is under way.
 
-    TrafficSource   made-up sessions (app/demo/traffic.py), endless
-    TraceSource     the requests of a recorded trace at their times; ends with the last answer
+TrafficSource   made-up sessions (app/demo/traffic.py), endless
+TraceSource     the requests of a recorded trace at their times; ends with the last answer
 """
 
 from __future__ import annotations

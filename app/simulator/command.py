@@ -103,7 +103,9 @@ def simulate(
         events_url=indexer[0] if publish_http and indexer else None,
         events_api_key=api_key,
     )
-    settings = FleetSettings(pods=pods, pod=pod, http_port=port, indexer_urls=tuple(indexer or ()), api_key=api_key)
+    settings = FleetSettings(
+        pods=pods, pod=pod, http_port=port, indexer_urls=tuple(indexer or ()), api_key=api_key
+    )
     asyncio.run(_run(settings, as_json=as_json))
 
 

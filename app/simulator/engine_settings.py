@@ -27,7 +27,10 @@ class TimeModel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """`offload` None: no tier behind the GPU. `connector` None: no metadata beside blocks. `draft_tokens`: speculative tokens a decoding step tries."""
+    """`offload` None: no tier behind the GPU. `connector` None: no metadata beside blocks.
+
+    `draft_tokens`: speculative tokens that a decoding step tries.
+    """
 
     cache: KVCacheSettings = dataclasses.field(default_factory=KVCacheSettings)
     time: TimeModel = dataclasses.field(default_factory=TimeModel)

@@ -98,7 +98,9 @@ def test_a_trace_is_the_traffic_and_its_end_is_the_end(tmp_path: Path) -> None:
     rows = conversations(sessions=6, turns=3)
     trace = write_mooncake(tmp_path / "trace.jsonl.gz", rows)
     fast = str(max(1.0, rows[-1]["timestamp"] / 3_000))
-    process = start("demo", "--trace", str(trace), "--speed", fast, "--pods", "2", "--seconds", "40", "--json")
+    process = start(
+        "demo", "--trace", str(trace), "--speed", fast, "--pods", "2", "--seconds", "40", "--json"
+    )
     output, errors = finish(process)
     assert process.returncode == 0, errors
     said = json.loads(output)
@@ -143,7 +145,9 @@ def test_a_signal_at_any_moment_leaves_nothing_and_no_traceback(number: int, tmp
     """From the first line of ours to the traffic; whatever moment this hits, the claim is about every one of them."""
     after_s = random.uniform(0.1, 2.5)
     trace = write_mooncake(tmp_path / "trace.jsonl", conversations(sessions=20, turns=4))
-    process = start("demo", "--pods", "3", "--seconds", "600", *(["--trace", str(trace)] if number % 2 else []))
+    process = start(
+        "demo", "--pods", "3", "--seconds", "600", *(["--trace", str(trace)] if number % 2 else [])
+    )
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(after_s)
     process.send_signal((signal.SIGINT, signal.SIGTERM)[number // 4])

@@ -9,7 +9,7 @@ for ourselves: a burst that comes faster than any load is measured must spread a
 anew makes the count of that pod start again, as it has those choices in it; so does one of a request, unless it
 only repeats the last. Without any load the count alone is the load, and fades (`route_decay_s`).
 
-Beside that we count the prefill that our choices gave each rank lately (RecentWork): fleets without any load to speak
+Beside that we count the work that our choices gave each rank lately (RecentWork): fleets without any load to speak
 of are balanced by it.
 
 `reserve` announces the prompt for the chosen rank, as `/v1/prefixes` does. So the next prompt with the same
@@ -113,7 +113,9 @@ class Router:
         )
         reserved = self._reserve(ranked[0].candidate, query, match, ttl_s) if reserve else 0
         self._outstanding.add(ranked[0].candidate.place, now_s)
-        self._work.add(ranked[0].candidate.place, ranked[0].uncached_tokens)
+        self._work.add(
+            ranked[0].candidate.place, uncached=ranked[0].uncached_tokens, tokens=match.tokens
+        )
         self._request_tokens = mean(self._request_tokens, float(match.tokens), share=_MEAN_SHARE)
         self.chosen[policy] += 1
         self.reserved_blocks += reserved

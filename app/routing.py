@@ -13,9 +13,11 @@
     request_tokens  length of a prompt lately, on average: it makes one unit of requests and tokens, and the
                 formula the same for short prompts and for long ones. Not what is left to compute of them: where
                 nearly everything is a hit, a request still takes its place in a batch while it decodes.
-    excess      how much more prefill than the mean of the candidates we have given the pod lately (RECENT_CHOICES
-                choices), over that mean or `request_tokens`, whichever is more: -1 to 1. What fleets with time to
-                spare are balanced by: where no request waits for another, in_flight is 0 everywhere.
+    excess      how much more work than the mean of the candidates we have given the pod lately (RECENT_CHOICES
+                choices), over that mean or `request_tokens`, whichever is more: -1 to 1. The work of a choice is
+                uncached(pod) + SEAT_SHARE * prompt_tokens, as a request that finds everything takes a seat in a
+                batch too. What fleets with time to spare are balanced by: where no request waits for another,
+                in_flight is 0 everywhere.
     pressure    0 up to KV_FREE of the KV cache in use (vllm:kv_cache_usage_perc), then up to 1 when it is
                 full: the engine would preempt a request and compute it again.
 
@@ -52,6 +54,7 @@ from app.scoring import TIER_LABELS, MatchRow
 
 LOAD_WEIGHT = 0.0625
 BALANCE_WEIGHT = 0.375
+SEAT_SHARE = 0.25
 RECENT_CHOICES = 1_024  # of all pods together: a choice counts for less by a factor e behind so many others
 WAITING_WEIGHT = 2.0  # a waiting request has all of its prefill before it
 KV_FREE = 0.9
@@ -93,7 +96,7 @@ class Candidate(msgspec.Struct, frozen=True):
     load: Load | None  # None: not known
     own: float  # our recent choices that `load` does not have in it yet
     turn: int  # of our last choice of it; smaller is longer ago
-    work: float  # tokens of prefill that our recent choices gave it
+    work: float  # tokens, of our recent choices of it: see RecentWork
     state: SourceState | None = None  # None: a pod that is not registered
 
     @property
@@ -219,7 +222,7 @@ def reason(ranked: Ranked, *, tokens: int) -> str:
     if candidate.own >= 0.05:
         said += f", {candidate.own:.1f} chosen by us since"
     if candidate.work >= 1:
-        said += f", {candidate.work:.0f} tokens computed for recent choices"
+        said += f", {candidate.work:.0f} tokens of work chosen for it lately"
     if candidate.state is None:
         said += ", not registered"
     elif candidate.state is not SourceState.LIVE:
@@ -266,7 +269,7 @@ class Outstanding:
 
 
 class RecentWork:
-    """Tokens of prefill by place, fading with the number of choices since and not with time: an idle hour changes no
+    """Work by place, in tokens, fading with the number of choices since and not with time: an idle hour changes no
     balance. O(1) a call.
 
     Bounded by `places_max`: past it the place longest unused is forgotten, which then counts as new.
@@ -276,19 +279,20 @@ class RecentWork:
         self._fade = math.exp(-1 / choices)
         self._places_max = places_max
         self._choices = 0
-        self._work: dict[tuple[str, int], tuple[float, int]] = {}  # tokens, at which choice
+        self._work: dict[tuple[str, int], tuple[float, int]] = {}  # work, at which choice
 
-    def add(self, place: tuple[str, int], tokens: float) -> None:
+    def add(self, place: tuple[str, int], *, uncached: float, tokens: int) -> None:
+        """A choice of it for a prompt of `tokens`."""
         self._choices += 1
-        tokens += self.work(place)
+        work = self.work(place) + uncached + SEAT_SHARE * tokens
         self._work.pop(place, None)
-        self._work[place] = (tokens, self._choices)
+        self._work[place] = (work, self._choices)
         if len(self._work) > self._places_max:
             del self._work[next(iter(self._work))]
 
     def work(self, place: tuple[str, int]) -> float:
-        tokens, at = self._work.get(place, (0.0, self._choices))
-        return tokens * self._fade ** (self._choices - at)
+        work, at = self._work.get(place, (0.0, self._choices))
+        return work * self._fade ** (self._choices - at)
 
     def __len__(self) -> int:
         return len(self._work)

@@ -11,6 +11,7 @@ from app.routing import (
     BALANCE_WEIGHT,
     DOUBT,
     LOAD_WEIGHT,
+    SEAT_SHARE,
     SPECULATIVE_CREDIT,
     TIER_CREDIT,
     Candidate,
@@ -195,12 +196,12 @@ def test_excess_is_bounded_and_zero_where_nothing_is_known() -> None:
 
 def test_work_fades_with_choices_and_not_with_places() -> None:
     books = RecentWork(choices=10, places_max=2)
-    books.add(("a", 0), 100.0)
-    assert books.work(("a", 0)) == 100
+    books.add(("a", 0), uncached=100.0, tokens=400)
+    assert books.work(("a", 0)) == 100 + 400 * SEAT_SHARE
     for _ in range(10):
-        books.add(("b", 0), 0.0)
-    assert books.work(("a", 0)) == pytest.approx(100 / math.e)
-    books.add(("c", 0), 1.0)
+        books.add(("b", 0), uncached=0.0, tokens=0)
+    assert books.work(("a", 0)) == pytest.approx((100 + 400 * SEAT_SHARE) / math.e)
+    books.add(("c", 0), uncached=1.0, tokens=1)
     assert (books.work(("a", 0)), len(books)) == (0, 2)
 
 

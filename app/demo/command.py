@@ -13,7 +13,9 @@ import typer
 
 if TYPE_CHECKING:
     from app.demo.router import Router
-    from app.demo.runner import DemoOutcome
+    from rich.console import Group
+
+    from app.demo.runner import DemoOutcome, Show
     from app.experiment.trace import Trace
 
 POLICY_HELP = "Policy to route by; given several times, each has pods and the same traffic of its own."
@@ -40,6 +42,9 @@ def demo(
     port: Annotated[
         int, typer.Option(min=0, max=65_535, help="Port of the indexer and its dashboard; 0: a free one.")
     ] = 0,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the tables as they last were into this file (.svg).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document.")] = False,
 ) -> None:
     """An indexer, simulated pods and traffic on this machine, routing by prefix beside round robin. Ctrl-C ends it."""
@@ -57,8 +62,10 @@ def demo(
         trace=read,
         speed=speed,
     )
-    with _screen(quiet=as_json) as show:
-        outcome = asyncio.run(run_demo(settings, show))
+    if picture is not None and picture.suffix != ".svg":
+        raise typer.BadParameter("a file that ends in .svg", param_hint="--picture")
+    with _screen(quiet=as_json) as show, _drawn(picture, show) as watched:
+        outcome = asyncio.run(run_demo(settings, watched))
     _sum_up(outcome, as_json=as_json)
 
 
@@ -142,6 +149,25 @@ def _screen(*, quiet: bool) -> Iterator[Callable[[Sequence[Router], float, str],
                 print(plain_line(routers, elapsed_s=elapsed_s), flush=True)
 
         yield say
+
+
+@contextlib.contextmanager
+def _drawn(picture: Path | None, show: Show) -> Iterator[Show]:
+    """`show` that remembers what it was last given, for the picture; the tables are gone by the end."""
+    if picture is None:
+        yield show
+        return
+    from app.demo.screen import build_tables, draw
+
+    tables: list[Group] = []
+
+    def watched(routers: Sequence[Router], elapsed_s: float, dashboard: str) -> None:
+        show(routers, elapsed_s, dashboard)
+        tables[:] = [build_tables(routers, elapsed_s=elapsed_s, dashboard=dashboard)]
+
+    yield watched
+    if tables:
+        draw(tables[0], picture)
 
 
 def _sum_up(outcome: DemoOutcome, *, as_json: bool) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -108,6 +109,18 @@ def test_a_trace_is_the_traffic_and_its_end_is_the_end(tmp_path: Path) -> None:
     for figures in said["policies"].values():
         assert (figures["requests"], figures["failed"], figures["routed_alone"]) == (len(rows), 0, 0)
         assert figures["hit_rate"] > 0
+
+
+def test_a_picture_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    picture = tmp_path / "demo.svg"
+    process = start("demo", "--seconds", "1", "--pods", "1", "--picture", str(picture), "--json")
+    output, errors = finish(process)
+    assert (process.returncode, errors) == (0, "")
+    assert json.loads(output)["policies"]
+    text = picture.read_text()
+    assert "prefix_and_load" in text.replace("&#95;", "_")
+    assert set(re.findall(r"https?://[a-z.]+", text)) <= {"http://www.w", "https://www.textualize.io", "http://"}
+    assert "url(" not in text.replace("url(#", "")
 
 
 def test_a_trace_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:

@@ -35,8 +35,9 @@ the busiest pod at 1.02 times the mean and the first token no later; one cache a
 Why BALANCE_WEIGHT: sessions of an agent begin with the same 1,264 tokens and come one at a time, so without it the
 pod that had the first one has them all (public tau-bench trace, 8 pods: 92.2 % hit, busiest pod 8.0 times the mean).
 A session that begins is as dear everywhere, and goes where least was computed; a few steps later its own history
-outweighs any excess, and it stays. 1/4 leaves 1.2 times the mean, 3/8 to 3/4 1.06 to 1.08 at 92.1 % hit, and on the
-chat traffic no value up to 1/2 changes the hit rate by more than two runs differ (docs/experiment.md).
+outweighs any excess, and it stays. 1/4 leaves 1.26 times the mean, 3/8 1.04 to 1.10 at 92.1 % hit, which is what one
+gets who knows the sessions in advance (docs/experiment.md); on the chat traffic no value up to 1/2 moves the hit rate
+by more than 0.1 points.
 Cost arithmetic is the idea of NVIDIA Dynamo's KV router; TIER_CREDIT follows from the rates of prefill (some
 10k tokens/s), of PCIe and of NVMe for KV of about 128 KiB a token.
 """

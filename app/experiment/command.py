@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MODEL = "kvindexer-experiment"
 # Every question brings loads of that very moment, in virtual time: what the indexer counts by itself in its own time
 # between two loads would be noise.
-OWN_DECAY_S = 0.001
+OWN_DECAY_S = 1e-6
 
 
 def experiment(

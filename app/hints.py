@@ -16,7 +16,8 @@ prefix yet: its hint waits too, and is looked for again after the next batches o
 
 Refused, and counted: metadata that is no object, or longer than `hint_bytes_max`. Past `hints_max` the oldest hint
 goes. `hints_max` 0 keeps none: then nothing here is called, and metadata is never read.
-Cost: some 5 us and 400 bytes a hint; a lookup for each block of a prompt, once there is a hint at all.
+Cost: some 10 us and 700 bytes a hint. A prompt of 256 blocks is asked about in 15 us more where one of the pods that
+hold of it has any hint at all, and its answer goes the long way where one is of this prompt.
 """
 
 from __future__ import annotations
@@ -140,12 +141,19 @@ class HintBook:
 
     # -- queries
 
+    def knows_any(self, sources: Iterable[int]) -> bool:
+        """One of them has a hint, of whatever prompt."""
+        return not self._of_source.keys().isdisjoint(sources)
+
     def find(
         self, prefix_hashes: bytes, block_size: int, reaches: Mapping[int, int], now: int
     ) -> dict[int, list[Hint]]:
         """Source -> hints of the prompt's blocks that it holds without a hole, by `reaches` (source -> tokens)."""
         found: dict[int, list[Hint]] = {}
-        for number, prefix in enumerate(array.array("Q", prefix_hashes), 1):
+        prefixes = array.array("Q", prefix_hashes)
+        if self._by_prefix.keys().isdisjoint(prefixes):
+            return found
+        for number, prefix in enumerate(prefixes, 1):
             for name in self._by_prefix.get(prefix, ()):
                 tokens = number * block_size
                 if tokens > reaches.get(name.holder.source, 0):

@@ -211,7 +211,7 @@ class Queries:
             return found
         for size, rows in answers:
             reaches = {row.source: row.tiers[-1] * size for row in rows}
-            if not reaches:
+            if not self._hints.knows_any(reaches):
                 continue
             hashes = query.prefix_hashes
             if query.token_ids is not None:

@@ -28,7 +28,7 @@ import msgspec
 
 from app.config import Settings
 from app.errors import NoCandidate
-from app.pods import Pod, SourceState
+from app.pods import Pod, PodSpec, SourceState
 from app.routing import (
     RECENT_CHOICES,
     Candidate,
@@ -79,6 +79,17 @@ class Router:
         self._work = RecentWork(choices=RECENT_CHOICES, places_max=_PLACES_MAX)
         self._told: dict[tuple[str, int], Load] = {}  # the last load of each place
         self._request_tokens = 0.0
+        service.listeners.append(self)
+
+    def pod_added(self, spec: PodSpec) -> None:
+        """Nothing is known of it yet."""
+
+    def pod_removed(self, name: str) -> None:
+        """What was chosen for it says nothing of who comes by its name. O(ranks)."""
+        for dp_rank in self._service.pod(name).sources:
+            self._work.drop((name, dp_rank))
+            self._outstanding.drop((name, dp_rank))
+            self._told.pop((name, dp_rank), None)
 
     def counters(self) -> Mapping[str, int]:
         """Choices by policy, and blocks that were reserved with them."""

@@ -265,6 +265,10 @@ class Outstanding:
             _, at_s, turn = self._counts[place]
             self._counts[place] = (0.0, at_s, turn)
 
+    def drop(self, place: tuple[str, int]) -> None:
+        """It is gone, its turn with it."""
+        self._counts.pop(place, None)
+
     def __len__(self) -> int:
         return len(self._counts)
 
@@ -290,6 +294,10 @@ class RecentWork:
         self._work[place] = (work, self._choices)
         if len(self._work) > self._places_max:
             del self._work[next(iter(self._work))]
+
+    def drop(self, place: tuple[str, int]) -> None:
+        """It is gone; who comes by its name is new."""
+        self._work.pop(place, None)
 
     def work(self, place: tuple[str, int]) -> float:
         work, at = self._work.get(place, (0.0, self._choices))

@@ -56,6 +56,22 @@ class PrefixIndex:
         now: int,
         count_copies: bool,
     ) -> tuple[int, int, int]: ...
+    def store_hashed(
+        self,
+        source: int,
+        context: int,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        chain_from: int | None,
+        prefix_hashes: bytes,
+        contents: bytes,
+        now: int,
+        count_copies: bool,
+    ) -> tuple[int, int, int]: ...
+    def chain_of(
+        self, source: int, context: int, tier: int, group: int, parent: int, now: int
+    ) -> int | None: ...
     def remove(
         self, source: int, tier: int, group: int, engine_hashes: bytes, now: int
     ) -> tuple[int, int]: ...
@@ -105,6 +121,35 @@ class PrefixIndex:
     def orphan_drops(self) -> list[tuple[int, int]]: ...
     def sweep(self, now: int, visits_max: int) -> tuple[int, int, bool]: ...
     def statistics(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int]: ...
+
+# -- what is under way to the log (native/flight_book.hpp)
+
+def hash_blocks(
+    chain_from: int, block_size: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None, shingle: int
+) -> tuple[bytes, bytes]:
+    """Prefix hashes; (SimHash, content hash) of the leading blocks without extra keys, none for shingle 0."""
+
+class FlightBook:
+    """What one source's engine hashes will mean. `number` ascends from event to event."""
+
+    def __init__(self) -> None: ...
+    def is_empty(self) -> bool: ...
+    def blocks(self) -> int: ...
+    def meaning(self, seed: int, tier: int, group: int, engine_hash: int) -> tuple[int, int]:
+        """0: nothing under way concerns it; 1: this prefix; 2: nobody knows yet."""
+
+    def store(
+        self,
+        number: int,
+        seed: int,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        prefix_hashes: bytes,
+    ) -> None: ...
+    def touch(self, number: int, engine_hashes: bytes) -> None: ...
+    def clear(self, number: int) -> None: ...
+    def land(self, number: int) -> None: ...
 
 class AnswerBook:
     """What an answer says of each source beside its depths (native/answer_book.hpp)."""

@@ -9,6 +9,7 @@ IndexerError
 ├── LimitExceeded         a bound was met; `bound` names the setting
 │   └── BodyTooLarge      a request body is longer than we read
 ├── Overloaded            a queue is full; the same call may go through later
+├── LogAway               the log that replicas share cannot be reached, or not in time
 ├── TokenizerUnavailable  a tokenizer cannot be had now: the hub or its process does not answer
 ├── SwitchedOff           a setting leaves out what is asked for; `setting` names it
 ├── NoCandidate           no pod is there to choose from
@@ -86,6 +87,10 @@ class BodyTooLarge(LimitExceeded):
 
 class Overloaded(IndexerError):
     """A queue is full: nothing was changed, and the same call may go through later."""
+
+
+class LogAway(IndexerError):
+    """The log that replicas share does not answer; the same call may go through later."""
 
 
 class TokenizerUnavailable(IndexerError):

@@ -53,10 +53,12 @@ from app.loads import Loads
 from app.metrics import Figures, Metrics
 from app.pods import PodSpec
 from app.readiness import Readiness
+from app.replication.replica import Replica
 from app.router import Router
 from app.service import IndexerService, index_limits
 from app.snapshots.keeper import SnapshotKeeper
 from app.tokenizer.front import Tokenizer
+from app.writers import DirectWriter, Writer
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,8 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
     index = PrefixIndex(index_limits(settings), contents)
     service = IndexerService(settings, index, clock=clock, contents=contents)
     snapshots = _snapshots(settings, service, index, specs)
+    replica = None if settings.redis_url is None else Replica(settings, service, contents)
+    writer: Writer = DirectWriter(service) if replica is None else replica.writer
     loads = Loads(settings, pods=lambda: [pod.spec for pod in service.pods.values()], clock=clock)
     router = Router(settings, service, clock=clock, polled=loads.load)
     tokenizer = Tokenizer(
@@ -99,6 +103,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
                 "tokenizer": (tokenizer.gauges, tokenizer.counters),
                 "loads": (loads.gauges, loads.counters),
                 "route": (dict, router.counters),
+                "replication": (replica.gauges, replica.counters) if replica else (dict, dict),
                 "snapshot": (snapshots.gauges, snapshots.counters) if snapshots else (dict, dict),
                 "hints": (service.hints.gauges, service.hints.counters),
                 "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
@@ -106,10 +111,14 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         )
     )
     ingest = ZmqIngest(service, _zmq_settings(settings), decode=functools.partial(_decode, metrics))
-    service.listeners.append(ingest)
+    if replica is None:
+        service.listeners.append(ingest)
     for spec in specs:
         try:
-            service.register(spec)
+            if replica is None:
+                service.register(spec)
+            else:
+                service.check_spec(spec)
         except IndexerError as error:
             raise InvalidSettings(f"pod {spec.name!r}: {error}") from error
     readiness = Readiness(service, specs, clock=clock, grace_s=settings.ready_grace_s)
@@ -118,10 +127,20 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         version=__version__,
         description=DESCRIPTION,
         lifespan=lambda _app: _lifespan(
-            settings, service, ingest, metrics, readiness, loads, tokenizer, snapshots
+            settings, service, ingest, metrics, readiness, loads, tokenizer, snapshots, replica, specs
         ),
     )
-    wiring = Wiring(settings, service, metrics, clock, readiness.missing, router, tokenizer)
+    wiring = Wiring(
+        settings,
+        service,
+        writer,
+        metrics,
+        clock,
+        lambda: readiness.missing() + (replica.missing() if replica else []),
+        router,
+        tokenizer,
+        replica.stats if replica else None,
+    )
     attach(app, wiring)
     for resource in (
         events,
@@ -151,6 +170,10 @@ def _snapshots(
     path = settings.snapshot_path
     if path is None:
         return None
+    if settings.redis_url is not None:
+        raise InvalidSettings(
+            "snapshot_path and redis_url exclude each other: a file does not know its place in the log"
+        )
     if path.is_dir() or not path.parent.is_dir():
         raise InvalidSettings(f"snapshot_path={str(path)!r}: must be a file in a folder that is there")
     return SnapshotKeeper(
@@ -205,11 +228,15 @@ async def _lifespan(
     loads: Loads,
     tokenizer: Tokenizer,
     snapshots: SnapshotKeeper | None,
+    replica: Replica | None,
+    specs: list[PodSpec],
 ) -> AsyncIterator[None]:
     if snapshots is not None:
         for spec in await snapshots.restore():
             readiness.wait_for(spec)
         snapshots.start()
+    if replica is not None:
+        replica.start(specs)
     ingest.start()
     loads.start()
     readiness.begin()
@@ -223,6 +250,8 @@ async def _lifespan(
         await loads.stop()
         await tokenizer.close()
         ingest.stop()
+        if replica is not None:
+            await replica.stop(settings.shutdown_grace_s)
         if snapshots is not None:
             await snapshots.stop(settings.snapshot_grace_s)
 

@@ -121,6 +121,13 @@ _PART_GAUGES = {
         "waiting": "Those of them whose block waits for its parent",
         "bytes": "Bytes of their metadata",
     },
+    "replication": {
+        "lag_seconds": "Age of the newest group applied here, while the log has newer ones",
+        "away_seconds": "Time since the log could be read last; 0 while it can be",
+        "partitions_in_trouble": "Partitions of the log that are not read now",
+        "outbox_entries": "Accepted entries that the log has not given back yet",
+        "outbox_bytes": "Their bytes",
+    },
     "fuzzy": {
         "contexts": "Contexts whose blocks fuzzy matches find",
         "blocks": "Blocks that they find, removed ones too until they are swept",
@@ -150,6 +157,24 @@ _PART_COUNTERS = {
         "failed": "Snapshots that could not be written",
         "refused": "Files that were damaged or foreign",
     },
+    "replication": {
+        "appended_groups": "Groups of entries appended to the log",
+        "appended_entries": "Their entries",
+        "append_failures": "Appends that failed; each is tried again",
+        "outbox_refused": "Entries refused: redis_outbox_bytes_max",
+        "read_groups": "Groups read from the log",
+        "read_bytes": "Their bytes",
+        "read_failures": "Reads of the log that failed; each is tried again",
+        "reconnects": "Times that a partition was read again after that",
+        "applied_groups": "Groups applied",
+        "applied_entries": "Their entries",
+        "repeated_groups": "Groups left out because they had come before",
+        "fenced_entries": "Entries left out because the lease of the pod had passed on",
+        "refused_entries": "Entries that the picture of then did not allow",
+        "faults": "Entries left out by a fault of ours",
+        "hashed_blocks": "Blocks accepted here and logged as hashes",
+        "raw_blocks": "Blocks accepted here and logged with their tokens",
+    },
     "route": {
         "choices_longest_prefix": "Choices by the longest prefix",
         "choices_prefix_and_load": "Choices by prefix and load",
@@ -171,7 +196,7 @@ _PART_COUNTERS = {
     },
 }
 
-Count = Callable[[], Mapping[str, int]]
+Count = Callable[[], Mapping[str, float]]
 
 
 class _Distribution:

@@ -124,9 +124,7 @@ class Router:
         )
         reserved = self._reserve(ranked[0].candidate, query, match, ttl_s) if reserve else 0
         self._outstanding.add(ranked[0].candidate.place, now_s)
-        self._work.add(
-            ranked[0].candidate.place, uncached=ranked[0].uncached_tokens, tokens=match.tokens
-        )
+        self._work.add(ranked[0].candidate.place, uncached=ranked[0].uncached_tokens, tokens=match.tokens)
         self._request_tokens = mean(self._request_tokens, float(match.tokens), share=_MEAN_SHARE)
         self.chosen[policy] += 1
         self.reserved_blocks += reserved

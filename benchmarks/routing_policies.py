@@ -103,9 +103,7 @@ class Chooser:
             request_tokens=self._request_tokens or request.tokens,
         )
         self._books.add(ranked[0].candidate.place, now_s)
-        self._work.add(
-            ranked[0].candidate.place, uncached=ranked[0].uncached_tokens, tokens=request.tokens
-        )
+        self._work.add(ranked[0].candidate.place, uncached=ranked[0].uncached_tokens, tokens=request.tokens)
         self._request_tokens = mean(self._request_tokens, request.tokens, share=0.02)
         return next(s.index_id for s in self._sources if s.pod == ranked[0].candidate.pod)
 

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "answer_book.hpp"
+#include "flight_book.hpp"
 #include "fuzzy_index.hpp"
 #include "json_cut.hpp"
 #include "linear_scan.hpp"
@@ -47,6 +48,29 @@ ExtraKeys extra_of(const std::optional<nb::tuple>& keys) {
     extra.ends.push_back(static_cast<uint32_t>(extra.bytes.size()));
   }
   return extra;
+}
+
+// Copies of a bytes object as contents: SimHash and content hash of each block.
+std::vector<Content> contents_of(const nb::bytes& buffer) {
+  static_assert(sizeof(Content) == 16);
+  std::vector<Content> contents(buffer.size() / sizeof(Content));
+  if (!contents.empty()) std::memcpy(contents.data(), buffer.data(), contents.size() * sizeof(Content));
+  return contents;
+}
+
+// Prefix hashes of all blocks; contents of the leading ones without extra keys, none where `shingle` is 0.
+nb::tuple hash_blocks(uint64_t chain_from, size_t block_size, const nb::bytes& tokens,
+                      const std::optional<nb::tuple>& keys, size_t shingle) {
+  const ExtraKeys extra = extra_of(keys);
+  const size_t blocks = tokens.size() / 4 / block_size;
+  HashChain chain(chain_from, data_of(tokens), block_size * 4, keys ? &extra : nullptr);
+  std::vector<uint64_t> prefixes(blocks);
+  for (uint64_t& prefix : prefixes) prefix = chain.next();
+  std::vector<Content> contents;
+  for (size_t i = 0; shingle != 0 && i < blocks && extra.of(i).empty(); ++i)
+    contents.push_back(content_of(data_of(tokens) + i * block_size * 4, block_size, shingle));
+  return nb::make_tuple(nb::bytes(prefixes.data(), prefixes.size() * 8),
+                        nb::bytes(contents.data(), contents.size() * sizeof(Content)));
 }
 
 nb::bytes bytes_of(const std::vector<Row>& rows) {
@@ -118,6 +142,18 @@ void bind_index(nb::module_& m) {
                                      words_of(prefixes), words_of(copies), now, count_copies);
              return std::tuple(stored.stored, stored.orphans, stored.unknown);
            })
+      .def("store_hashed",
+           [](PrefixIndex& self, uint32_t source, uint32_t context, uint32_t tier, uint32_t group,
+              const nb::bytes& engine_hashes, std::optional<uint64_t> chain_from, const nb::bytes& prefixes,
+              const nb::bytes& contents, Tick now, bool count_copies) {
+             const Stored stored =
+                 self.store_hashed({source, tier, group}, context, words_of(engine_hashes), chain_from,
+                                   words_of(prefixes), contents_of(contents), now, count_copies);
+             return std::tuple(stored.stored, stored.orphans, stored.unknown);
+           })
+      .def("chain_of", [](PrefixIndex& self, uint32_t source, uint32_t context, uint32_t tier, uint32_t group,
+                          uint64_t parent,
+                          Tick now) { return self.chain_of({source, tier, group}, context, parent, now); })
       .def("remove",
            [](PrefixIndex& self, uint32_t source, uint32_t tier, uint32_t group,
               const nb::bytes& engine_hashes, Tick now) {
@@ -221,6 +257,31 @@ void bind_index(nb::module_& m) {
                           now.contexts_evicted, now.orphans_dropped, now.orphans_expired,
                           now.speculative_refused);
       });
+}
+
+// -- what is under way to the log
+
+void bind_flight(nb::module_& m) {
+  m.def("hash_blocks", &hash_blocks, "chain_from"_a, "block_size"_a, "token_ids"_a, "extra_keys"_a.none(),
+        "shingle"_a);
+  nb::class_<FlightBook>(m, "FlightBook")
+      .def(nb::init<>())
+      .def("is_empty", &FlightBook::is_empty)
+      .def("blocks", &FlightBook::blocks)
+      .def("meaning",
+           [](const FlightBook& self, uint64_t seed, uint32_t tier, uint32_t group, uint64_t engine_hash) {
+             const auto [meaning, prefix] = self.meaning(seed, tier, group, engine_hash);
+             return std::pair(static_cast<int>(meaning), prefix);
+           })
+      .def("store",
+           [](FlightBook& self, uint64_t number, uint64_t seed, uint32_t tier, uint32_t group,
+              const nb::bytes& engine_hashes, const nb::bytes& prefixes) {
+             self.store(number, seed, tier, group, words_of(engine_hashes), words_of(prefixes));
+           })
+      .def("touch", [](FlightBook& self, uint64_t number,
+                       const nb::bytes& engine_hashes) { self.touch(number, words_of(engine_hashes)); })
+      .def("clear", &FlightBook::clear)
+      .def("land", &FlightBook::land);
 }
 
 // -- answers
@@ -547,6 +608,7 @@ void bind_wire(nb::module_& m) {
 NB_MODULE(_native, m) {
   m.doc() = "Native core of the KV prefix-cache indexer; see app/_native.pyi.";
   bind_fuzzy(m);
+  bind_flight(m);
   bind_index(m);
   bind_answers(m);
   bind_wire(m);

@@ -25,10 +25,17 @@ class ContentFeed {
 
   // `takes` the context; `tokens` are those of the block.
   void born(uint32_t context, uint64_t prefix, const uint8_t* tokens, size_t bytes) {
-    if (!died_.empty() || context != context_ || born_.size() == kBlocksMax) flush();
+    if (!known_.empty() || !died_.empty() || context != context_ || born_.size() == kBlocksMax) flush();
     context_ = context;
     born_.push_back(prefix);
     tokens_.insert(tokens_.end(), tokens, tokens + bytes);
+  }
+  // The same with what is known of the tokens, in place of them.
+  void born(uint32_t context, uint64_t prefix, const Content& content) {
+    if (!tokens_.empty() || !died_.empty() || context != context_ || born_.size() == kBlocksMax) flush();
+    context_ = context;
+    born_.push_back(prefix);
+    known_.push_back(content);
   }
   void died(uint32_t context, uint64_t prefix) {
     if (!born_.empty() || context != context_ || died_.size() == kBlocksMax) flush();
@@ -36,10 +43,14 @@ class ContentFeed {
     died_.push_back(prefix);
   }
   void flush() {
-    if (!born_.empty()) index_->insert(context_, born_, tokens_.data());
+    if (!known_.empty())
+      index_->insert(context_, born_, known_);
+    else if (!born_.empty())
+      index_->insert(context_, born_, tokens_.data());
     if (!died_.empty()) index_->remove(context_, died_);
     born_.clear();
     tokens_.clear();
+    known_.clear();
     died_.clear();
   }
 
@@ -49,7 +60,8 @@ class ContentFeed {
   FuzzyIndex* index_;  // null: nothing is told
   uint32_t context_ = 0;
   std::vector<uint64_t> born_, died_;  // one of them is empty
-  std::vector<uint8_t> tokens_;
+  std::vector<uint8_t> tokens_;        // of what is born, or
+  std::vector<Content> known_;         // what is known of them
 };
 
 }  // namespace kvindexer

@@ -36,6 +36,16 @@
 
 namespace kvindexer {
 
+// What the fuzzy index knows of a block's tokens.
+struct Content {
+  uint64_t simhash;
+  uint64_t hash;
+};
+
+inline Content content_of(const uint8_t* tokens, size_t block_size, size_t shingle) {
+  return {simhash(tokens, block_size, shingle), xxh64(tokens, block_size * 4, 0)};
+}
+
 class FuzzyContext {
  public:
   FuzzyContext(size_t block_size, size_t shingle, const NearScans& scans)
@@ -54,7 +64,15 @@ class FuzzyContext {
 
   // `tokens`: block_size little-endian uint32 for each prefix. Those that are there already are left alone.
   // Returns the number of new entries.
-  size_t insert(std::span<const uint64_t> prefixes, const uint8_t* tokens);
+  size_t insert(std::span<const uint64_t> prefixes, const uint8_t* tokens) {
+    return insert_each(prefixes, [this, tokens](size_t block) {
+      return content_of(tokens + block * block_size_ * 4, block_size_, shingle_);
+    });
+  }
+  // The same with contents that were computed elsewhere.
+  size_t insert(std::span<const uint64_t> prefixes, std::span<const Content> contents) {
+    return insert_each(prefixes, [contents](size_t block) { return contents[block]; });
+  }
   void remove(std::span<const uint64_t> prefixes);
 
   // One prefix of the content, which may be doomed, or 0.
@@ -114,6 +132,8 @@ class FuzzyContext {
   };
 
   bool is_doomed(uint64_t prefix) { return doomed_[0].contains(prefix) || doomed_[1].contains(prefix); }
+  template <class ContentOf>
+  size_t insert_each(std::span<const uint64_t> prefixes, ContentOf content_of_block);
   bool revive(uint64_t prefix);
   bool insert_block(uint64_t prefix, uint64_t simhash, uint64_t content);
   std::optional<Record> survivor_of(const Record& record);
@@ -152,19 +172,19 @@ inline size_t FuzzyContext::bytes() const {
 
 // Hashes run ahead of insertions: what a block needs is fetched from memory, step by step, while later ones
 // are hashed.
-inline size_t FuzzyContext::insert(std::span<const uint64_t> prefixes, const uint8_t* tokens) {
-  const size_t block_bytes = block_size_ * 4;
+template <class ContentOf>
+size_t FuzzyContext::insert_each(std::span<const uint64_t> prefixes, ContentOf content_of_block) {
   std::array<uint64_t, kBatch> simhashes, contents;
   size_t added = 0;
   for (size_t begin = 0; begin < prefixes.size(); begin += kBatch) {
     const size_t count = std::min(kBatch, prefixes.size() - begin);
     for (size_t i = 0; i < count + 3 * kLag; ++i) {
       if (i < count) {
-        const uint8_t* const block = tokens + (begin + i) * block_bytes;
-        simhashes[i] = simhash(block, block_size_, shingle_);
+        const Content content = content_of_block(begin + i);
+        simhashes[i] = content.simhash;
         current_->prefetch(simhashes[i]);
         if (old_) old_->prefetch(simhashes[i]);
-        contents[i] = xxh64(block, block_bytes, 0);
+        contents[i] = content.hash;
       }
       if (i >= kLag && i - kLag < count) {
         current_->prefetch_insertion(simhashes[i - kLag]);

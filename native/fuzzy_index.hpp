@@ -73,6 +73,10 @@ class FuzzyIndex {
     bury();
     return contexts_.at(id)->insert(prefixes, tokens);
   }
+  size_t insert(uint32_t id, std::span<const uint64_t> prefixes, std::span<const Content> contents) {
+    bury();
+    return contexts_.at(id)->insert(prefixes, contents);
+  }
   void remove(uint32_t id, std::span<const uint64_t> prefixes) {
     bury();
     contexts_.at(id)->remove(prefixes);

@@ -120,6 +120,17 @@ class PrefixIndex {
   Stored store_prefixes(const Place& place, uint32_t context, std::span<const uint64_t> engine_hashes,
                         std::span<const uint64_t> prefixes, std::span<const uint64_t> copies, Tick now,
                         bool count_copies);
+  // A `store` whose hashes were computed elsewhere; `chain_from` is the prefix before the first block, none
+  // for a root event. `contents` are those of the leading blocks without extra keys.
+  Stored store_hashed(const Place& place, uint32_t context, std::span<const uint64_t> engine_hashes,
+                      std::optional<uint64_t> chain_from, std::span<const uint64_t> prefixes,
+                      std::vector<Content> contents, Tick now, bool count_copies);
+  // The prefix on which `store` would chain a child of `parent`.
+  std::optional<uint64_t> chain_of(const Place& place, uint32_t context, uint64_t parent, Tick now) {
+    const std::optional<Named> named =
+        resolve(place.source, parent, now, contexts_.at(context).get(), &place);
+    return named ? std::optional(named->prefix) : std::nullopt;
+  }
   Removed remove(const Place& place, std::span<const uint64_t> engine_hashes, Tick now);
   void clear(uint32_t source, std::optional<uint32_t> tier, std::optional<uint32_t> context);
 
@@ -200,6 +211,7 @@ class PrefixIndex {
     std::vector<uint64_t> copies = {};     // empty: they are counted; else this is how many there are
     std::vector<uint8_t> own_tokens = {};  // of an orphan
     const uint8_t* tokens = nullptr;       // of all blocks; null: not known
+    std::vector<Content> contents = {};    // of the plain blocks, where their tokens are not known
     size_t plain = 0;                      // leading blocks on whose chains nobody has extra keys
     bool restating = false;  // a root event: leading blocks that the slot names are told again, not copied
     std::optional<uint32_t> slot = {};  // made with the first block that is stored
@@ -207,6 +219,10 @@ class PrefixIndex {
   struct Named {
     Context* context;
     uint64_t prefix;
+  };
+  struct Told {  // of a block that the fuzzy index is to be told; one of both, or none
+    const uint8_t* tokens = nullptr;
+    const Content* content = nullptr;
   };
   enum class Stage { kGraveyard, kPrefixes, kMarks, kNames, kCopies, kAliases };
 
@@ -227,7 +243,7 @@ class PrefixIndex {
     if (entry.is_plain) contents_.died(context.id, entry.key);
   }
   bool store_block(Context& context, uint32_t slot, uint64_t engine_hash, uint64_t prefix, Tick now,
-                   bool count_copies, const uint8_t* plain_tokens);
+                   bool count_copies, const Told& told);
   Name* find_own_name(const Context& context, uint32_t slot, uint64_t key, uint64_t prefix, Tick now);
   PrefixEntry* hold(Context& context, uint32_t slot, PrefixEntry* entry, uint64_t prefix, Tick now);
   void own(Context& context, uint32_t slot, Name* name, uint64_t key, uint64_t prefix);

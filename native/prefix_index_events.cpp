@@ -142,12 +142,26 @@ Stored PrefixIndex::store_prefixes(const Place& place, uint32_t id, std::span<co
   return {store_frames(use(id), std::move(frame), now, count_copies), 0, 0};
 }
 
+Stored PrefixIndex::store_hashed(const Place& place, uint32_t id, std::span<const uint64_t> engine_hashes,
+                                 std::optional<uint64_t> chain_from, std::span<const uint64_t> prefixes,
+                                 std::vector<Content> contents, Tick now, bool count_copies) {
+  orphans_.expire(now, limits_.ttl);
+  Context& context = use(id);
+  Frame frame{place, {engine_hashes.begin(), engine_hashes.end()}, {prefixes.begin(), prefixes.end()}, {}};
+  const PrefixEntry* const parent = chain_from ? context.prefixes.find(*chain_from) : nullptr;
+  if (!chain_from || (parent != nullptr && parent->is_plain)) frame.plain = contents.size();
+  frame.contents = std::move(contents);
+  frame.restating = !chain_from && engine_hashes.size() > 1;
+  return {store_frames(context, std::move(frame), now, count_copies), 0, 0};
+}
+
 // What the source calls `engine_hash`: in one context or, when that is null, in any; of several slots that
-// name it so, the preferred place comes first, then the others by tier, group and context.
+// name it so, the preferred place comes first, then the others by tier, group and the context's seed, which
+// is the same in every process.
 std::optional<PrefixIndex::Named> PrefixIndex::resolve(uint32_t source, uint64_t engine_hash, Tick now,
                                                        const Context* only, const Place* preferred) {
   std::optional<Named> best;
-  std::array<uint32_t, 4> best_rank{};
+  std::array<uint64_t, 4> best_rank{};
   for (const Name* name = names_.find(mix64(engine_hash)); name != nullptr; name = names_.next_equal(name)) {
     Context* const context = find_context(sets_.context(name->owners));
     if (context == nullptr || (only != nullptr && context != only)) continue;
@@ -157,7 +171,7 @@ std::optional<PrefixIndex::Named> PrefixIndex::resolve(uint32_t source, uint64_t
       const Slot& slot = context->slots[number];
       const bool is_preferred =
           preferred != nullptr && slot.tier == preferred->tier && slot.group == preferred->group;
-      const std::array<uint32_t, 4> rank{is_preferred ? 0u : 1u, slot.tier, slot.group, context->id};
+      const std::array<uint64_t, 4> rank{is_preferred ? 0u : 1u, slot.tier, slot.group, context->seed};
       if ((best && rank >= best_rank) || !sets_.contains(name->owners, number)) continue;
       if (!holds(*context, number, name->prefix, now)) continue;
       best = Named{context, name->prefix};
@@ -204,9 +218,14 @@ uint64_t PrefixIndex::store_frames(Context& context, Frame first, Tick now, bool
     if (frame.living.empty() || frame.living[block]) {
       if (!frame.slot) frame.slot = slot_of(context, frame.place);
       const bool count = count_copies && !frame.restating && frame.copies.empty();
-      const uint8_t* const plain_tokens =
-          told && block < frame.plain ? frame.tokens + block * context.block_bytes : nullptr;
-      if (!store_block(context, *frame.slot, engine_hash, prefix, now, count, plain_tokens))
+      Told content;
+      if (told && block < frame.plain) {
+        if (frame.tokens != nullptr)
+          content.tokens = frame.tokens + block * context.block_bytes;
+        else
+          content.content = &frame.contents[block];
+      }
+      if (!store_block(context, *frame.slot, engine_hash, prefix, now, count, content))
         frame.restating = false;
       if (!frame.copies.empty()) {
         touch(mix64(engine_hash));
@@ -238,9 +257,9 @@ void PrefixIndex::release_waiters(Context& context, uint32_t source, uint64_t en
   }
 }
 
-// Tells whether the slot named the block before. `plain_tokens` is not null when the block is to be told.
+// Tells whether the slot named the block before.
 bool PrefixIndex::store_block(Context& context, uint32_t slot, uint64_t engine_hash, uint64_t prefix,
-                              Tick now, bool count_copies, const uint8_t* plain_tokens) {
+                              Tick now, bool count_copies, const Told& told) {
   const uint64_t key = mix64(engine_hash);
   Name* const name = find_own_name(context, slot, key, prefix, now);
   PrefixEntry* entry = context.prefixes.find(prefix);
@@ -264,9 +283,12 @@ bool PrefixIndex::store_block(Context& context, uint32_t slot, uint64_t engine_h
     if (!owned) own(context, slot, name, key, prefix);
   }
   entry->last_seen = now;
-  if (plain_tokens != nullptr && !entry->is_plain) {
+  if ((told.tokens != nullptr || told.content != nullptr) && !entry->is_plain) {
     entry->is_plain = true;
-    contents_.born(context.id, prefix, plain_tokens, context.block_bytes);
+    if (told.tokens != nullptr)
+      contents_.born(context.id, prefix, told.tokens, context.block_bytes);
+    else
+      contents_.born(context.id, prefix, *told.content);
   }
   if (marks_ != 0) confirm(context, prefix, context.slots[slot].local);
   return held && owned;

@@ -23,6 +23,7 @@ from app.errors import (
     IndexerError,
     InvalidInput,
     LimitExceeded,
+    LogAway,
     NoCandidate,
     Overloaded,
     SwitchedOff,
@@ -48,6 +49,7 @@ STATUSES: tuple[tuple[type[IndexerError], int, str], ...] = (
     (LimitExceeded, 422, "limit-exceeded"),
     (SwitchedOff, 501, "switched-off"),
     (Overloaded, 503, "overloaded"),
+    (LogAway, 503, "log-away"),
     (TokenizerUnavailable, 503, "tokenizer-unavailable"),
 )
 
@@ -126,7 +128,7 @@ def problem_of(error: IndexerError) -> JSONResponse:
     if isinstance(error, BodyTooLarge):
         # The rest of the body is not read, so nothing more can be understood on this connection.
         headers = {"Connection": "close"}
-    elif isinstance(error, (Overloaded, TokenizerUnavailable)):
+    elif isinstance(error, (Overloaded, LogAway, TokenizerUnavailable)):
         headers = {"Retry-After": "1"}
     return JSONResponse(content, content["status"], headers, media_type=CONTENT_TYPE)
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from app.demo.router import Router
     from rich.console import Group
 
+    from app.demo.router import Router
     from app.demo.runner import DemoOutcome, Show
     from app.experiment.trace import Trace
 

@@ -91,6 +91,10 @@ class FuzzyIndex:
         """For a prefix index that is to store and remove its blocks here (app/index/prefix_index.py)."""
         return self._core
 
+    @property
+    def shingle(self) -> int:
+        return self._limits.shingle
+
     # -- life of a block
 
     def add_context(self, context: int, block_size: int) -> bool:

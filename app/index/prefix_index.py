@@ -41,11 +41,17 @@ orphans
   make room (one that is larger than the bound is dropped itself, alone). Only these drops are reported by
   `orphan_drops`, not expiry, clears or the eviction of a context.
 place(source, tier, group, engine_hashes)  blocks known by name only (placeholders)
-  Each E is looked up among all names of the source: by (tier, group, context) ascending. Found: (E, P) is stored as
-  above in the slot of that context. Unknown: counted, nothing else.
+  Each E is looked up among all names of the source: by (tier, group, seed of the context) ascending. Found: (E, P) is
+  stored as above in the slot of that context. Unknown: counted, nothing else.
 store_prefixes(source, context, tier, group, engine_hashes, prefix_hashes, copies)
   Blocks whose prefix hashes are known: each (E, P) is stored as above in that slot, but there are `copies` of it
   afterwards (1 where none are given), however many there were. So the same again changes nothing.
+store_hashed(source, context, tier, group, engine_hashes, chain_from, prefix_hashes, contents)
+  A `store` that was hashed elsewhere, chained to the prefix `chain_from` (None: a root event) whether anybody
+  holds that or not; so nothing of it ever waits. `contents` are (SimHash, content hash), uint64, of the leading
+  blocks without extra keys, and stand in for their tokens.
+chain_of(source, context, tier, group, parent)
+  The prefix that a store into this slot would chain a child of `parent` to; None: it would wait.
 names(cursor)
   Every (slot, E, P, copies) that there is, in an order that depends on E alone and in slices of about `names_max`:
   from cursor 0 on, the next one until that is None. What is named from the first slice to the last comes once,
@@ -351,6 +357,47 @@ class PrefixIndex:
                 source, context, tier, group, engine_hashes, prefix_hashes, copies, now, count_copies
             )
         )
+
+    def store_hashed(
+        self,
+        source: int,
+        context: int,
+        *,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        chain_from: int | None,
+        prefix_hashes: bytes,
+        contents: bytes,
+        now: int,
+        count_copies: bool = True,
+    ) -> StoreResult:
+        self._require_source(source)
+        self._require_context(context)
+        size = len(engine_hashes)
+        if size % 8 or len(prefix_hashes) != size or len(contents) % 16 or len(contents) > 2 * size:
+            raise InvalidInput("each block needs 8 bytes of name and of prefix hash", field="prefix_hashes")
+        return StoreResult(
+            *self._core.store_hashed(
+                source,
+                context,
+                tier,
+                group,
+                engine_hashes,
+                chain_from,
+                prefix_hashes,
+                contents,
+                now,
+                count_copies,
+            )
+        )
+
+    def chain_of(
+        self, source: int, context: int, *, tier: int, group: int, parent: int, now: int
+    ) -> int | None:
+        self._require_source(source)
+        self._require_context(context)
+        return self._core.chain_of(source, context, tier, group, parent, now)
 
     def remove(self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int) -> RemoveResult:
         self._require_source(source)

@@ -97,7 +97,11 @@ class Feed:
         limits: QueueLimits,
         loop: asyncio.AbstractEventLoop,
         resume_reading: Callable[[], None],
+        *,
+        is_blocked: Callable[[], bool] = lambda: False,
     ) -> None:
+        """While the writer `is_blocked`, batches stay in the queue; whoever unblocks it calls `flush`."""
+        self._is_blocked = is_blocked
         self._writer = writer
         self._decode = decode
         self._limits = limits
@@ -170,12 +174,12 @@ class Feed:
         self.counters.drain_slices += 1
         stop_at_s = time.perf_counter() + self._limits.drain_slice_s
         try:
-            while self._queue and not self._closed:
+            while self._queue and not self._closed and not self._is_blocked():
                 self._take()
                 if time.perf_counter() >= stop_at_s:
                     break
         finally:
-            if self._queue and not self._drain_scheduled and not self._closed:
+            if self._queue and not self._drain_scheduled and not self._closed and not self._is_blocked():
                 self._drain_scheduled = True
                 self._loop.call_soon(self._drain)
             if self._reading_paused and not self._fills(0.5):

@@ -119,7 +119,11 @@ def test_a_picture_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     assert json.loads(output)["policies"]
     text = picture.read_text()
     assert "prefix_and_load" in text.replace("&#95;", "_")
-    assert set(re.findall(r"https?://[a-z.]+", text)) <= {"http://www.w", "https://www.textualize.io", "http://"}
+    assert set(re.findall(r"https?://[a-z.]+", text)) <= {
+        "http://www.w",
+        "https://www.textualize.io",
+        "http://",
+    }
     assert "url(" not in text.replace("url(#", "")
 
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from app.client import AsyncClient
+from app.client import AsyncClient, ClientSettings
 from app.demo.indexer_process import running_indexer
 from app.demo.router import Router
 from app.demo.source import Source, TraceSource, TrafficSource
@@ -30,6 +30,7 @@ from app.simulator.pod import PodSettings
 
 MODEL = "simulated"
 POD_TIMEOUT_S = 60.0
+INDEXER_BUDGET_S = 2.0  # pods, indexer and router share one machine here, and it may be a busy one
 PODS_INTERVAL_S = 2.0  # between two looks at which pods the indexer knows
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -142,7 +143,11 @@ async def _clients(
 ) -> AsyncIterator[tuple[list[AsyncClient], httpx.AsyncClient]]:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
     async with contextlib.AsyncExitStack() as stack:
-        indexers = [await stack.enter_async_context(AsyncClient(url, api_key=api_key)) for url in urls]
+        settings = ClientSettings(budget_s=INDEXER_BUDGET_S)
+        indexers = [
+            await stack.enter_async_context(AsyncClient(url, api_key=api_key, settings=settings))
+            for url in urls
+        ]
         http = httpx.AsyncClient(timeout=POD_TIMEOUT_S, limits=limits, trust_env=False)
         yield indexers, await stack.enter_async_context(http)
 

@@ -90,9 +90,9 @@ class PrefixIndex:
         self, context: int, source: int, tier: int, group: int, engine_hash: int, now: int
     ) -> int | None: ...
     def names(
-        self, cursor: int, names_max: int, now: int
-    ) -> tuple[list[tuple[int, int, int, int, bytes, bytes, bytes]], int | None]:
-        """Runs of (source, context, tier, group, engine hashes, prefix hashes, copies); the next cursor."""
+        self, at: int, in_others: bool, names_max: int, now: int
+    ) -> tuple[list[tuple[int, int, int, int, bytes, bytes, bytes]], bool, int, bool]:
+        """Runs of (source, context, tier, group, engine hashes, prefix hashes, copies); done; where to go on."""
 
     def blocks_by_tier(self, source: int) -> tuple[int, int, int, int]: ...
     def slots(self) -> list[tuple[int, int, int, int, int, int, int]]:

@@ -23,6 +23,7 @@ PREFIX = "KVINDEXER_"
 CLIENT_VARIABLES = frozenset({"KVINDEXER_API_KEY", "KVINDEXER_URL"})
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["console", "json"]
 
 
 class Settings(BaseSettings):
@@ -35,6 +36,24 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(8080, ge=0, le=65_535, description="TCP port to listen on; 0 takes a free one.")
     log_level: LogLevel = Field("info", description="Least severe level that is logged.")
+    log_format: LogFormat = Field(
+        "console", description="Lines for people (`console`), or one JSON object a line (`json`)."
+    )
+    access_log_every: int = Field(
+        0, ge=0, description="One request of this many is logged, 1 is all of them; 0 none."
+    )
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s/]+(/\S*)?$",
+        description="URL that takes OpenTelemetry spans by OTLP over HTTP, such as `http://collector:4318/v1/traces`; "
+        "needs the extra `otel`. None: no spans.",
+    )
+    otlp_requests_every: int = Field(
+        100,
+        ge=0,
+        description="One request of this many gets a span, of those whose caller sends no trace; 0 none. "
+        "With a trace, its caller has decided.",
+    )
 
     pods: Annotated[tuple[str, ...], NoDecode] = Field(
         (),

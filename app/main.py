@@ -15,6 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -41,6 +42,7 @@ from app.api.wiring import Wiring, attach
 from app.config import Settings
 from app.errors import IndexerError, InvalidInput, InvalidSettings
 from app.events import EventBatch
+from app.fuzzy.fuzzy_index import FuzzyIndex
 from app.fuzzy_queries import fuzzy_index
 from app.index.prefix_index import PrefixIndex
 from app.ingest.feed import QueueLimits
@@ -53,12 +55,15 @@ from app.loads import Loads
 from app.metrics import Figures, Metrics
 from app.pods import PodSpec
 from app.readiness import Readiness
-from app.replication.replica import Replica
 from app.router import Router
 from app.service import IndexerService, index_limits
 from app.snapshots.keeper import SnapshotKeeper
 from app.tokenizer.front import Tokenizer
+from app.tracing import Spans, open_spans
 from app.writers import DirectWriter, Writer
+
+if TYPE_CHECKING:
+    from app.replication.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +89,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
     index = PrefixIndex(index_limits(settings), contents)
     service = IndexerService(settings, index, clock=clock, contents=contents)
     snapshots = _snapshots(settings, service, index, specs)
-    replica = None if settings.redis_url is None else Replica(settings, service, contents)
+    replica = None if settings.redis_url is None else _replica(settings, service, contents)
     writer: Writer = DirectWriter(service) if replica is None else replica.writer
     loads = Loads(settings, pods=lambda: [pod.spec for pod in service.pods.values()], clock=clock)
     router = Router(settings, service, clock=clock, polled=loads.load)
@@ -108,6 +113,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
                 "hints": (service.hints.gauges, service.hints.counters),
                 "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
             },
+            clock=clock,
         )
     )
     ingest = ZmqIngest(service, _zmq_settings(settings), decode=functools.partial(_decode, metrics))
@@ -121,13 +127,14 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
                 service.check_spec(spec)
         except IndexerError as error:
             raise InvalidSettings(f"pod {spec.name!r}: {error}") from error
+    spans = open_spans(settings)
     readiness = Readiness(service, specs, clock=clock, grace_s=settings.ready_grace_s)
     app = Application(
         title="kvindexer",
         version=__version__,
         description=DESCRIPTION,
         lifespan=lambda _app: _lifespan(
-            settings, service, ingest, metrics, readiness, loads, tokenizer, snapshots, replica, specs
+            settings, service, ingest, metrics, readiness, loads, tokenizer, snapshots, spans, replica, specs
         ),
     )
     wiring = Wiring(
@@ -157,7 +164,12 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         app.include_router(resource.router)
     # From the inside out. What must hold for every request (metrics; a check of keys, when there is one) stands
     # outside of the short way, so that no request can go around it.
-    app.front = RequestObservation(ShortWay(app.framework, wiring=wiring), metrics=metrics)
+    app.front = RequestObservation(
+        ShortWay(app.framework, wiring=wiring),
+        metrics=metrics,
+        access_log_every=settings.access_log_every,
+        spans=spans,
+    )
     pages.install(app)
     problems.install(app)
     document.install(app)
@@ -218,6 +230,13 @@ def _zmq_settings(settings: Settings) -> ZmqSettings:
     )
 
 
+def _replica(settings: Settings, service: IndexerService, contents: FuzzyIndex | None) -> Replica:
+    # Redis's client takes a quarter of a second to import: only who has a Redis pays for it.
+    from app.replication.replica import Replica
+
+    return Replica(settings, service, contents)
+
+
 @contextlib.asynccontextmanager
 async def _lifespan(
     settings: Settings,
@@ -228,6 +247,7 @@ async def _lifespan(
     loads: Loads,
     tokenizer: Tokenizer,
     snapshots: SnapshotKeeper | None,
+    spans: Spans | None,
     replica: Replica | None,
     specs: list[PodSpec],
 ) -> AsyncIterator[None]:
@@ -254,6 +274,8 @@ async def _lifespan(
             await replica.stop(settings.shutdown_grace_s)
         if snapshots is not None:
             await snapshots.stop(settings.snapshot_grace_s)
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
 
 
 async def _tick(service: IndexerService, metrics: Metrics, interval_s: float) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -231,6 +232,7 @@ class Figures:
     gauges: Callable[[], Mapping[str, int]]
     counters: Callable[[], Mapping[str, int]]
     parts: Mapping[str, tuple[Count, Count]] = dataclasses.field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic  # the service's
 
 
 class Metrics:
@@ -307,7 +309,7 @@ class _FiguresCollector(Collector):
         yield _gauge("pods", "Registered pods", value=len(pods))
         yield _gauge("uptime_seconds", "Time since the start", value=stats["uptime_s"])
         yield from _pod_families(pods)
-        yield from _source_families(pods)
+        yield from _source_families(pods, self._figures.clock())
 
 
 def _part_families(parts: Mapping[str, tuple[Count, Count]]) -> Iterator[Metric]:
@@ -334,8 +336,11 @@ def _pod_families(pods: Iterable[Pod]) -> Iterator[Metric]:
     yield blocks
 
 
-def _source_families(pods: Iterable[Pod]) -> Iterator[Metric]:
+def _source_families(pods: Iterable[Pod], now_s: float) -> Iterator[Metric]:
     states = _gauge("source_state", "1 for the present state of each source", "pod", "dp_rank", "state")
+    ages = _gauge(
+        "source_last_event_age_seconds", "Time since the last batch of each source", "pod", "dp_rank"
+    )
     counters = {
         key: _counter(name, documentation, "pod", "dp_rank")
         for key, (name, documentation) in _SOURCE_COUNTERS.items()
@@ -344,9 +349,12 @@ def _source_families(pods: Iterable[Pod]) -> Iterator[Metric]:
         for dp_rank, source in pod.sources.items():
             labels = [pod.spec.name, str(dp_rank)]
             states.add_metric([*labels, source.state.value], 1)
+            if source.last_event_at_s is not None:
+                ages.add_metric(labels, now_s - source.last_event_at_s)
             for key, family in counters.items():
                 family.add_metric(labels, getattr(source, key))
     yield states
+    yield ages
     yield from counters.values()
 
 

@@ -259,8 +259,8 @@ class Registry:
             extra={
                 "pod": source.pod,
                 "dp_rank": source.dp_rank,
-                "state": source.state.value,
-                "state_before": before.value,
+                "from": before.value,
+                "to": source.state.value,
                 "cause": cause,
                 "remedy": REMEDIES[source.state],
                 "last_seq": source.last_seq,

@@ -206,15 +206,21 @@ def _pod(registry: Registry, saved: SavedPod, configured: frozenset[str]) -> Pod
         )
         if as_saved == saved.spec:
             return known
-        logger.warning("pod %s starts empty: its configuration is another than when it was saved", name)
+        logger.warning(
+            "pod %s starts empty: its configuration is another than when it was saved",
+            name,
+            extra={"pod": name},
+        )
         return None
     if saved.configured and name not in configured:
-        logger.info("pod %s is not restored: it is not in the configuration any more", name)
+        logger.info(
+            "pod %s is not restored: it is not in the configuration any more", name, extra={"pod": name}
+        )
         return None
     try:
         return registry.register(saved.spec)
     except IndexerError as error:
-        logger.warning("pod %s is not restored: %s", name, error)
+        logger.warning("pod %s is not restored: %s", name, error, extra={"pod": name})
         return None
 
 

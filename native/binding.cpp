@@ -194,15 +194,16 @@ void bind_index(nb::module_& m) {
               uint64_t engine_hash,
               Tick now) { return self.prefix_of(context, {source, tier, group}, engine_hash, now); })
       .def("names",
-           [](PrefixIndex& self, uint64_t cursor, size_t names_max, Tick now) {
+           [](PrefixIndex& self, uint64_t at, bool in_others, size_t names_max, Tick now) {
              std::vector<NameRun> runs;
+             NameCursor cursor{at, in_others};
              const bool done = self.names(cursor, names_max, now, runs);
              nb::list found;
              for (const NameRun& run : runs)
                found.append(nb::make_tuple(run.place.source, run.context, run.place.tier, run.place.group,
                                            bytes_of(run.engine_hashes), bytes_of(run.prefixes),
                                            bytes_of(run.copies)));
-             return nb::make_tuple(found, done ? nb::object(nb::none()) : nb::object(nb::cast(cursor)));
+             return nb::make_tuple(found, done, cursor.at, cursor.in_others);
            })
       .def("blocks_by_tier",
            [](const PrefixIndex& self, uint32_t source) {

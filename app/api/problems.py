@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
+from app.correlation import CURRENT
 from app.errors import (
     BatchRejected,
     BodyTooLarge,
@@ -75,7 +76,7 @@ def problem(
     headers: dict[str, str] | None = None,
 ) -> JSONResponse:
     content = _content(status, slug, detail, faults, bound)
-    return JSONResponse(content, status, headers, media_type=CONTENT_TYPE)
+    return _answer(content, headers)
 
 
 def content_of(error: IndexerError) -> dict[str, Any]:
@@ -108,6 +109,13 @@ def _content(status: int, slug: str, detail: str, faults: Faults, bound: str | N
     return content
 
 
+def _answer(content: dict[str, Any], headers: dict[str, str] | None) -> JSONResponse:
+    correlation = CURRENT.get()
+    if correlation is not None:
+        content["request_id"] = correlation.request_id
+    return JSONResponse(content, content["status"], headers, media_type=CONTENT_TYPE)
+
+
 def place(location: Sequence[int | str]) -> str:
     """A path of keys and indexes as one text: ("events", 2, "type") is events[2].type."""
     text = ""
@@ -130,7 +138,7 @@ def problem_of(error: IndexerError) -> JSONResponse:
         headers = {"Connection": "close"}
     elif isinstance(error, (Overloaded, LogAway, TokenizerUnavailable)):
         headers = {"Retry-After": "1"}
-    return JSONResponse(content, content["status"], headers, media_type=CONTENT_TYPE)
+    return _answer(content, headers)
 
 
 async def _validation_error(_request: Request, error: Exception) -> JSONResponse:

@@ -53,7 +53,7 @@ store_hashed(source, context, tier, group, engine_hashes, chain_from, prefix_has
 chain_of(source, context, tier, group, parent)
   The prefix that a store into this slot would chain a child of `parent` to; None: it would wait.
 names(cursor)
-  Every (slot, E, P, copies) that there is, in an order that depends on E alone and in slices of about `names_max`:
+  Every (slot, E, P, copies) that there is, in an order of the index's own and in slices of about `names_max`:
   from cursor 0 on, the next one until that is None. What is named from the first slice to the last comes once,
   whatever else is stored and removed meanwhile. Stored with `store_prefixes` into a new index, the result makes
   the same matches and takes the same removals. Not in it: orphans, speculative marks, ages.
@@ -470,8 +470,8 @@ class PrefixIndex:
     def names(self, cursor: int, names_max: int, now: int) -> tuple[list[NameRun], int | None]:
         """One slice, one run a slot, and the next cursor."""
         assert names_max > 0, "a slice without names would never come to an end"
-        runs, following = self._core.names(cursor, names_max, now)
-        return [NameRun(*run) for run in runs], following
+        runs, done, at, in_others = self._core.names(cursor >> 1, bool(cursor & 1), names_max, now)
+        return [NameRun(*run) for run in runs], None if done else at << 1 | in_others
 
     def blocks_by_tier(self, source: int) -> tuple[int, int, int, int]:
         """Blocks held per tier: distinct prefixes per slot, summed over contexts and groups; expired ones count until

@@ -75,6 +75,12 @@ class Stream:
     followed: bool = True  # once false, what is still queued for it is dropped
     cause: str = ""  # of its last report
 
+    def __str__(self) -> str:
+        return f"source {self.pod} rank {self.dp_rank}"
+
+    def log_fields(self) -> dict[str, str | int]:
+        return {"pod": self.pod, "dp_rank": self.dp_rank}
+
 
 @dataclasses.dataclass(slots=True)
 class FeedCounters:
@@ -200,7 +206,7 @@ class Feed:
             # The edge of one stream's work: its fault, foreseen or not, must not stop the others.
             self.counters.batches_refused += 1
             if not isinstance(error, IndexerError):
-                logger.exception("%s rank %d: not applied", stream.pod, stream.dp_rank)
+                logger.exception("%s: not applied", stream, extra=stream.log_fields())
             with contextlib.suppress(IndexerError):  # it may be the pod itself that the writer does not know
                 self._report(stream, Report(SourceState.DEGRADED, cause=f"not applied: {error}"))
 
@@ -210,7 +216,12 @@ class Feed:
         elif isinstance(action, Report):
             self._report(stream, action)
         elif isinstance(action, Reset):
-            logger.info("%s rank %d: reset: %s", stream.pod, stream.dp_rank, action.cause)
+            logger.info(
+                "%s is forgotten: %s",
+                stream,
+                action.cause,
+                extra={**stream.log_fields(), "cause": action.cause},
+            )
             self._writer.reset_source(stream.pod, stream.dp_rank, restarted=action.restarted)
 
     def _apply(self, stream: Stream, delivery: Deliver) -> None:

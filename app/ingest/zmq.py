@@ -103,7 +103,7 @@ class ZmqIngest:
         try:
             ranks = rank_endpoints(spec.zmq_endpoint, spec.replay_endpoint, spec.dp_size)
         except InvalidInput as error:
-            logger.error("%s is not followed: %s", spec.name, error)
+            logger.error("pod %s is not followed: %s", spec.name, error, extra={"pod": spec.name})
             for rank in range(min(spec.dp_size, _RANKS_TOLD_MAX)):
                 self._writer.set_source_state(spec.name, rank, SourceState.DOWN, cause=str(error))
             return

@@ -28,7 +28,7 @@ from app.hashing import digest
 from app.saved_state import SavedState
 
 MAGIC = b"KVIXSNAP"
-VERSION = 1
+VERSION = 2
 FRAME_BYTES_MAX = 1 << 30
 
 INDEX, STATE = 1, 2

@@ -122,7 +122,7 @@ def test_the_index_of_the_last_instant(
 def test_while_entries_expire_and_are_evicted(seed: int) -> None:
     """Each slot has one name for a prefix: what two names and an expiry do is a limit that the core states."""
     r = random.Random(seed)
-    limits = IndexLimits(ttl_ticks=25, prefixes_per_context_max=250)
+    limits = IndexLimits(ttl_ticks=25, prefixes_per_context_max=300)
     index = PrefixIndex(limits)
     first = Holder(index)
     now = 0

@@ -16,6 +16,7 @@ IndexerError
 ├── Unresponsive          another process did not answer, or not in time
 ├── Refused               an indexer refused a request of ours; `status` is its answer
 ├── SnapshotRefused       a file is no snapshot, or not as it was written
+├── StoreFailed           snapshots cannot be written or looked for now
 ├── InvalidSettings       a setting has an unknown name or an impossible value
 ├── CannotListen          the address to listen on cannot be had
 └── NativeCoreMissing     the compiled core is absent; there is no slow path in its place
@@ -124,6 +125,10 @@ class Refused(IndexerError):
 
 class SnapshotRefused(IndexerError):
     """A file is not a snapshot, is of another version, or is damaged: nothing of it was used."""
+
+
+class StoreFailed(IndexerError):
+    """The place where snapshots lie does not answer, is full, or is not ours; the ones that are there stay."""
 
 
 class InvalidSettings(IndexerError):

@@ -1,9 +1,9 @@
 """The only place where things are wired together: settings in, an ASGI application out.
 
 The event loop's thread is the one writer. The ZMQ ingest receives on a thread of its own and hands whole
-batches to the loop; a timer gives the service its slices of expiry. Start: pods are registered, and a snapshot is
-read, before the first request is served, so a router never sees an indexer that does not know its own configuration.
-End: requests are finished, streams left, then the last snapshot is written.
+batches to the loop; a timer gives the service its slices of expiry. Start: pods are registered before the first request
+is served, so a router never sees an indexer that does not know its own configuration; while a snapshot is read, only
+probes are answered. End: requests are finished, streams left, then the last snapshot is written.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from app.api import (
 )
 from app.api.observation import RequestObservation
 from app.api.short_way import ShortWay
+from app.api.starting import Starting
 from app.api.wiring import Wiring, attach
 from app.config import Settings
 from app.errors import IndexerError, InvalidInput, InvalidSettings
@@ -57,7 +58,9 @@ from app.pods import PodSpec
 from app.readiness import Readiness
 from app.router import Router
 from app.service import IndexerService, index_limits
+from app.snapshots.file import FileStore
 from app.snapshots.keeper import SnapshotKeeper
+from app.start import Start
 from app.tokenizer.front import Tokenizer
 from app.tracing import Spans, open_spans
 from app.writers import DirectWriter, Writer
@@ -74,6 +77,7 @@ class Application(FastAPI):
     """FastAPI behind `front`: the framework's own layers cost more than a match, so they are not before it."""
 
     front: ASGIApp
+    start: Start
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.front(scope, receive, send)
@@ -129,14 +133,27 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
             raise InvalidSettings(f"pod {spec.name!r}: {error}") from error
     spans = open_spans(settings)
     readiness = Readiness(service, specs, clock=clock, grace_s=settings.ready_grace_s)
+    start = Start()
     app = Application(
         title="kvindexer",
         version=__version__,
         description=DESCRIPTION,
         lifespan=lambda _app: _lifespan(
-            settings, service, ingest, metrics, readiness, loads, tokenizer, snapshots, spans, replica, specs
+            settings,
+            service,
+            ingest,
+            metrics,
+            readiness,
+            loads,
+            tokenizer,
+            snapshots,
+            start,
+            spans,
+            replica,
+            specs,
         ),
     )
+    app.start = start
     wiring = Wiring(
         settings,
         service,
@@ -165,7 +182,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
     # From the inside out. What must hold for every request (metrics; a check of keys, when there is one) stands
     # outside of the short way, so that no request can go around it.
     app.front = RequestObservation(
-        ShortWay(app.framework, wiring=wiring),
+        Starting(ShortWay(app.framework, wiring=wiring), start),
         metrics=metrics,
         access_log_every=settings.access_log_every,
         spans=spans,
@@ -191,7 +208,7 @@ def _snapshots(
     return SnapshotKeeper(
         service,
         index,
-        path,
+        FileStore(path),
         configured=frozenset(spec.name for spec in specs),
         interval_s=settings.snapshot_interval_s,
     )
@@ -247,23 +264,28 @@ async def _lifespan(
     loads: Loads,
     tokenizer: Tokenizer,
     snapshots: SnapshotKeeper | None,
+    start: Start,
     spans: Spans | None,
     replica: Replica | None,
     specs: list[PodSpec],
 ) -> AsyncIterator[None]:
-    if snapshots is not None:
-        for spec in await snapshots.restore():
-            readiness.wait_for(spec)
-        snapshots.start()
-    if replica is not None:
-        replica.start(specs)
-    ingest.start()
-    loads.start()
-    readiness.begin()
-    timer = asyncio.create_task(_tick(service, metrics, settings.sweep_interval_s), name="tick")
+    async def begin() -> None:
+        if snapshots is not None:
+            for spec in await snapshots.restore():
+                readiness.wait_for(spec)
+            snapshots.start()
+        if replica is not None:
+            replica.start(specs)
+        ingest.start()
+        loads.start()
+        readiness.begin()
+
+    await start.run(begin(), aside=snapshots is not None)
+    timer = asyncio.create_task(_tick(service, metrics, start, settings.sweep_interval_s), name="tick")
     try:
         yield
     finally:
+        await start.stop()
         timer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await timer
@@ -272,15 +294,17 @@ async def _lifespan(
         ingest.stop()
         if replica is not None:
             await replica.stop(settings.shutdown_grace_s)
-        if snapshots is not None:
+        if snapshots is not None and start.is_over:
             await snapshots.stop(settings.snapshot_grace_s)
         if spans is not None:
             await asyncio.to_thread(spans.close)
 
 
-async def _tick(service: IndexerService, metrics: Metrics, interval_s: float) -> None:
+async def _tick(service: IndexerService, metrics: Metrics, start: Start, interval_s: float) -> None:
     while True:
         await asyncio.sleep(interval_s)
+        if not start.is_over:
+            continue
         try:
             service.tick()
         except Exception:  # the outermost loop of this task: it must outlive one bad slice, and say so

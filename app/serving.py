@@ -46,6 +46,11 @@ def run(settings: Settings) -> bool:
         _address(listener),
         on_end=wired(app).service.live.close,
     )
+
+    def give_up() -> None:
+        server.should_exit = True
+
+    app.start.on_failure = give_up
     # uvicorn raises the signal that ended it once more when it is done: an orderly end is not a failure.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
@@ -53,7 +58,7 @@ def run(settings: Settings) -> bool:
         server.run(sockets=[listener])
     finally:
         listener.close()
-    return server.started
+    return server.started and not app.start.failed
 
 
 class _Server(uvicorn.Server):

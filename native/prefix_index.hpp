@@ -191,6 +191,7 @@ class PrefixIndex {
   // The frames of a snapshot in their order, into slots that were made for it and hold nothing. False: not a
   // frame, and what of it was read has been taken in.
   uint32_t import_slot(uint32_t context, const Place& place);
+  void import_expect(size_t other_names) { other_names_.reserve(other_names); }
   bool import_frame(std::span<const uint8_t> frame, const SlotMap& slots, const Aging& aging);
 
   // -- time

@@ -554,6 +554,11 @@ class IndexImport:
             self._slots, saved.context, saved.slot, context, source, saved.tier, saved.group
         )
 
+    def expect(self, *, other_names: int) -> None:
+        """How many names are about to come beyond one a prefix: a guess that saves most of the time of a large
+        snapshot, and costs nothing else where it is wrong."""
+        self._core.import_expect(other_names)
+
     def frame(self, frame: bytes) -> bool:
         """False for bytes that no export made; what could be read of them is in the index then."""
         return self._core.import_frame(frame, self._slots, *self._ticks)

@@ -230,7 +230,7 @@ def test_the_commands_of_compose_run_serve_and_end(stack: Stack) -> None:
     stack._start(first, first, {"8080": stack.url(first).rpartition(":")[2]})
     wait_for_choices(stack, {first: 5})
 
-    assert stack.stop() == dict.fromkeys(stack.processes, 0), stack.log("router")
+    assert stack.stop() == dict.fromkeys(stack.processes, 0), "".join(map(stack.log, stack.processes))
     for name in stack.processes:
         assert "Traceback" not in stack.log(name)
 

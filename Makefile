@@ -23,7 +23,7 @@ $(STAMP): $(VENV)/.dependencies $(NATIVE)
 # First the answers checked against what real engines reused, then a minute of simulated pods and traffic.
 demo: $(STAMP)
 	$(BIN)/kvindexer replay tests/data/captures/v0.32.0-workload
-	$(BIN)/kvindexer demo --seconds $(or $(SECONDS),60)
+	$(BIN)/kvindexer demo --seconds $(or $(SECONDS),60) $(if $(PICTURE),--picture $(PICTURE))
 
 serve: $(STAMP)
 	$(BIN)/kvindexer serve

@@ -86,6 +86,9 @@ class PrefixIndex:
         self, context: int, source: int, prefix_hashes: bytes, ttl_ticks: int, now: int
     ) -> int: ...
     def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]: ...
+    def prefix_of(
+        self, context: int, source: int, tier: int, group: int, engine_hash: int, now: int
+    ) -> int | None: ...
     def names(
         self, at: int, in_others: bool, names_max: int, now: int
     ) -> tuple[list[tuple[int, int, int, int, bytes, bytes, bytes]], bool, int, bool]:

@@ -33,6 +33,7 @@ from app.events import (
     RejectedEvent,
     Tier,
 )
+from app.hints import HintBook, Holder, read_hints
 from app.index.interface import Index
 from app.live import LiveFeed
 from app.pods import PodSpec, Source
@@ -123,13 +124,21 @@ class Batches:
     """Part of the service. `now` gives the index's ticks; `rejected` counts events by reason."""
 
     def __init__(
-        self, settings: Settings, index: Index, registry: Registry, live: LiveFeed, *, now: Callable[[], int]
+        self,
+        settings: Settings,
+        index: Index,
+        registry: Registry,
+        live: LiveFeed,
+        hints: HintBook,
+        *,
+        now: Callable[[], int],
     ) -> None:
         self.rejected: Counter[str] = Counter()
         self._settings = settings
         self._index = index
         self._registry = registry
         self._live = live
+        self._hints = hints
         self._now = now
 
     def post(
@@ -295,15 +304,18 @@ class Batches:
                 self._report_drops()  # what was lost before the clear must not degrade what comes after it
                 self._registry.clear_gpu(source)
         self._report_drops()
+        self._hints.after_batch(source.index_id, now)
         return tally
 
     def _store(
         self, source: Source, event: BlockStored, tally: _Tally, *, model: str, lora: str | None, now: int
     ) -> None:
+        holder = self._before_store(source, event, now)
         if event.token_ids:
+            context = self._index.context(model, lora, event.block_size, now)
             result = self._index.store(
                 source.index_id,
-                self._index.context(model, lora, event.block_size, now),
+                context,
                 tier=event.tier,
                 group=event.group,
                 engine_hashes=event.block_hashes,
@@ -313,6 +325,7 @@ class Batches:
                 now=now,
                 count_copies=self._settings.count_copies,
             )
+            self._keep_hint(holder, context, event, now)
         else:
             result = self._index.place(
                 source.index_id,
@@ -327,12 +340,27 @@ class Batches:
         tally.stored_blocks += result.stored_blocks
         tally.orphan_blocks += result.orphan_blocks
 
+    def _before_store(
+        self, source: Source, event: BlockStored | BlocksHashed | PrefixesStored, now: int
+    ) -> Holder:
+        holder = Holder(source.index_id, event.tier, event.group)
+        if not self._hints.is_empty:
+            self._hints.before_store(holder, event.block_hashes, now)
+        return holder
+
+    def _keep_hint(self, holder: Holder, context: int, event: BlockStored | BlocksHashed, now: int) -> None:
+        if event.metadata is not None and self._hints.is_on:
+            last = int.from_bytes(event.block_hashes[-8:], "little")
+            self._hints.put(holder, context, last, event.metadata, now)
+
     def _store_hashed(
         self, source: Source, event: BlocksHashed, tally: _Tally, *, model: str, now: int
     ) -> None:
+        context = self._index.context(model, event.lora, event.block_size, now)
+        holder = self._before_store(source, event, now)
         result = self._index.store_hashed(
             source.index_id,
-            self._index.context(model, event.lora, event.block_size, now),
+            context,
             tier=event.tier,
             group=event.group,
             engine_hashes=event.block_hashes,
@@ -342,6 +370,7 @@ class Batches:
             now=now,
             count_copies=self._settings.count_copies,
         )
+        self._keep_hint(holder, context, event, now)
         source.offloads |= event.tier is not Tier.GPU
         tally.stored_blocks += result.stored_blocks
 
@@ -349,9 +378,11 @@ class Batches:
         self, source: Source, event: PrefixesStored, tally: _Tally, *, model: str, now: int
     ) -> None:
         counted = self._settings.count_copies
+        holder = self._before_store(source, event, now)
+        context = self._index.context(model, event.lora, event.block_size, now)
         result = self._index.store_prefixes(
             source.index_id,
-            self._index.context(model, event.lora, event.block_size, now),
+            context,
             tier=event.tier,
             group=event.group,
             engine_hashes=event.block_hashes,
@@ -360,6 +391,9 @@ class Batches:
             now=now,
             count_copies=counted,
         )
+        if event.hints is not None and self._hints.is_on:
+            for block, metadata in read_hints(event.hints):
+                self._hints.put(holder, context, block, metadata, now)
         source.offloads |= event.tier is not Tier.GPU
         tally.stored_blocks += result.stored_blocks
 

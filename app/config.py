@@ -162,6 +162,17 @@ class Settings(BaseSettings):
     speculative_ttl_s_max: float = Field(
         60.0, gt=0, description="Longest life in seconds that `/v1/prefixes` can ask for."
     )
+    hints_max: int = Field(
+        65_536,
+        ge=0,
+        description="Hints (`metadata` of stored blocks) that are kept; past it the oldest goes; 0 keeps none.",
+    )
+    hint_bytes_max: int = Field(
+        1_024, ge=2, description="Bytes of one block's `metadata`; longer ones are not kept."
+    )
+    row_hints_max: int = Field(
+        16, ge=1, description="Hints in one row of a match; past it those of shorter prefixes are left out."
+    )
     block_size_default: int = Field(
         16,
         ge=1,

@@ -129,6 +129,7 @@ def create_app(
                 "route": (dict, router.counters),
                 "replication": (replica.gauges, replica.counters) if replica else (dict, dict),
                 "snapshot": (snapshots.gauges, snapshots.counters) if snapshots else (dict, dict),
+                "hints": (service.hints.gauges, service.hints.counters),
                 "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
                 "access": (keys.gauges, keys.counters),
                 "connections": (dict, connections.counters),

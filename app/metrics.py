@@ -118,6 +118,11 @@ _PART_GAUGES = {
         "saved_bytes": "Its bytes on disk",
         "restored_blocks": "Blocks that the snapshot at the start brought",
     },
+    "hints": {
+        "kept": "Hints of blocks that are kept",
+        "waiting": "Those of them whose block waits for its parent",
+        "bytes": "Bytes of their metadata",
+    },
     "replication": {
         "lag_seconds": "Age of the newest group applied here, while the log has newer ones",
         "away_seconds": "Time since the log could be read last; 0 while it can be",
@@ -192,6 +197,12 @@ _PART_COUNTERS = {
         "choices_round_robin": "Choices in turn",
         "choices_least_loaded": "Choices by load",
         "reserved_blocks": "Blocks announced with a choice",
+    },
+    "hints": {
+        "stored": "Hints that came with blocks",
+        "refused": "Metadata that was not kept: no object, or hint_bytes_max",
+        "evicted": "Hints that had to go for newer ones: hints_max",
+        "cut": "Hints left out of rows: row_hints_max",
     },
     "fuzzy": {
         "queries": "Fuzzy matches answered",

@@ -315,6 +315,15 @@ class MatchRequest(PromptParts, TextFields):
     )
 
 
+class HintResponse(Body):
+    """`metadata` of an event, brought back."""
+
+    block: int = Field(description="The engine's own name for the block.")
+    tier: str
+    tokens: int = Field(description="Where the block ends in the prompt.")
+    metadata: dict[str, Any] = Field(description="As the event said it.")
+
+
 class MatchRowResponse(Body):
     """How much of the prompt one rank of one pod holds, and how far that can be trusted."""
 
@@ -330,7 +339,10 @@ class MatchRowResponse(Body):
     speculative_blocks: int = Field(description="Depth when blocks announced by `/v1/prefixes` count too.")
     state: StateLabel
     last_event_age_s: float | None
-    hints: None = None
+    hints: list[HintResponse] | None = Field(
+        None,
+        description="What the engine said of blocks of this prompt that it holds; longest prefixes first.",
+    )
 
 
 class MatchResponse(Body):
@@ -552,6 +564,7 @@ class RouteResponse(Body):
     tokens: int
     blocks: int
     reserved_blocks: int = Field(description="Blocks announced for the chosen rank.")
+    hints: list[HintResponse] | None = Field(None, description="Those of the chosen rank, to be passed on.")
     candidates: list[CandidateRow] = Field(
         description="Best first, the chosen one in front; at most `top_k`, or 64."
     )

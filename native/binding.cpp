@@ -203,6 +203,10 @@ void bind_index(nb::module_& m) {
                holders.emplace_back(holder.source, holder.tier, holder.group);
              return holders;
            })
+      .def("prefix_of",
+           [](PrefixIndex& self, uint32_t context, uint32_t source, uint32_t tier, uint32_t group,
+              uint64_t engine_hash,
+              Tick now) { return self.prefix_of(context, {source, tier, group}, engine_hash, now); })
       .def("names",
            [](PrefixIndex& self, uint64_t at, bool in_others, size_t names_max, Tick now) {
              std::vector<NameRun> runs;

@@ -11,6 +11,7 @@ from msgspec import Meta
 from app.api import bodies
 from app.api.access import may_write
 from app.api.document import described
+from app.api.match import shown_hints
 from app.api.prompts import ARRAYS, read_query
 from app.api.wiring import wiring_of
 from app.router import RouteResult
@@ -76,6 +77,7 @@ def _shown(result: RouteResult, fields: RouteFields) -> dict[str, Any]:
         "tokens": match.tokens,
         "blocks": match.blocks,
         "reserved_blocks": result.reserved_blocks,
+        "hints": None if best.candidate.row is None else shown_hints(best.candidate.row.hints),
         "candidates": [_shown_row(row, match.tokens) for row in rows[: fields.top_k or CANDIDATES_SHOWN]],
         "prefix_hashes": None if hashes is None else bodies.numbers_of(hashes),
     }

@@ -62,6 +62,8 @@ def _from_json(wiring: Wiring, body: bytes) -> bytes | Awaitable[bytes] | None:
     if cut is None:
         return None
     rest, arrays = cut
+    if b'"metadata"' in rest:  # kept as it came, and an array in it may have been cut out
+        return None
     said = bodies.decode_rest(_decoder, rest, COMMAS_MAX)
     if said is None or len(said.events) > events_max or not _plain(said.pod, said.model, said.lora):
         return None

@@ -40,6 +40,7 @@ from app.ingest.wire_fields import (
     read_parent,
     read_scalar,
     read_size,
+    read_span,
     read_text,
     read_tier,
     read_token_ids,
@@ -47,6 +48,8 @@ from app.ingest.wire_fields import (
 from app.ingest.wire_notation import CHILDREN_MAX, MSGPACK, Malformed, Notation, Raw, Scalar
 
 RANK_MAX = 65_535
+METADATA_BYTES_MAX = 65_536  # of a block; `hint_bytes_max` bounds what is kept of it
+HINTS_BYTES_MAX = 16 * 1024 * 1024  # of a line of a dump
 
 _RANK_FIELDS = ("data_parallel_rank", "attn_dp_rank", "dp_rank")  # of a batch that is a map
 
@@ -71,6 +74,7 @@ _PREFIXES_FIELDS = (
     "lora_name",
     "medium",
     "group_idx",
+    "hints",
 )  # ours, of a dump
 _REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 _CLEARED_FIELDS = ("medium",)
@@ -232,6 +236,7 @@ def _decode_stored(notation: Notation, fields: Fields, pod_block_size: int | Non
         tier=tier,
         group=group,
         extra_keys=extra_keys[:full_blocks] if extra_keys is not None else None,
+        metadata=read_span(notation, fields, "metadata", METADATA_BYTES_MAX),
     )
 
 
@@ -258,6 +263,7 @@ def _decode_prefixes(notation: Notation, fields: Fields, _: int | None) -> Prefi
         lora=read_lora(notation, fields),
         tier=read_tier(notation, fields),
         group=read_group(notation, fields),
+        hints=read_span(notation, fields, "hints", HINTS_BYTES_MAX),
     )
 
 

@@ -129,6 +129,17 @@ def read_parent(notation: Notation, fields: Fields) -> int | None:
         raise Rejected(Reject.BAD_HASH, detail, field="parent_block_hash") from error
 
 
+def read_span(notation: Notation, fields: Fields, name: str, bytes_max: int) -> bytes | None:
+    """The value as it came: whoever wants it reads it. Past `bytes_max` it is empty, and so no value."""
+    raw = fields.get(name)
+    if raw is None:
+        return None
+    span = bytes(raw)
+    if span == notation.null:
+        return None
+    return span if len(span) <= bytes_max else b""
+
+
 def read_token_ids(notation: Notation, fields: Fields) -> bytes:
     raw = _required(fields, "token_ids")
     try:

@@ -304,7 +304,7 @@ def test_the_command_of_redis_keeps_the_log_and_asks_for_the_password(tmp_path: 
     )
 
     async def run() -> None:
-        client = redis.asyncio.Redis(port=port, password="a b#c")
+        client = redis.asyncio.Redis(port=int(port), password="a b#c")
 
         async def answers() -> bool:
             with contextlib.suppress(redis.ConnectionError):
@@ -315,7 +315,7 @@ def test_the_command_of_redis_keeps_the_log_and_asks_for_the_password(tmp_path: 
         assert (await client.config_get("maxmemory-policy"))["maxmemory-policy"] == "noeviction"
         assert (await client.config_get("appendonly"))["appendonly"] == "yes"
         await client.aclose()
-        stranger = redis.asyncio.Redis(port=port)
+        stranger = redis.asyncio.Redis(port=int(port))
         with pytest.raises(redis.AuthenticationError):
             await stranger.ping()
         await stranger.aclose()

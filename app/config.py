@@ -281,6 +281,15 @@ class Settings(BaseSettings):
     redis_lag_s_max: float = Field(
         10.0, gt=0, description="Seconds behind the log past which /readyz says no."
     )
+    redis_lease_ttl_s: float = Field(
+        2.0,
+        ge=0.2,
+        le=60,
+        description="Seconds after which the pods of a replica that died are followed by the others.",
+    )
+    redis_keep_s: float = Field(
+        60.0, ge=0.1, description="Seconds that an entry stays in the log at the least, in a snapshot or not."
+    )
     snapshot_path: Path | None = Field(
         None,
         description="File for snapshots of all that is held, read at the start; the one before stays beside it.",

@@ -300,6 +300,16 @@ class IndexerService:
         "" when it does again. O(ranks)."""
         self._registry.set_away([pod for name, pod in self.pods.items() if concerns(name)], cause)
 
+    def doubt(self, cause: str) -> None:
+        """Batches may have been lost on their way here: what cannot show by numbers that none of its own was, is
+        degraded. O(ranks)."""
+        for pod in self.pods.values():
+            if pod.spec.zmq_endpoint is not None:
+                continue
+            for source in pod.sources.values():
+                if source.last_seq is None and source.last_event_at_s is not None:
+                    self._registry.lose(source, cause)
+
     def ask_before_silence(self, ask: Callable[[str, int], None]) -> None:
         """From now on nobody is reset for silence on this process's clock alone: `ask(pod, rank)` is told, once
         after each batch, and whoever decides calls `silence`."""

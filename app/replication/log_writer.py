@@ -148,8 +148,8 @@ class LogWriter:
         """
         await self._answer(self._put(pod, LeaseTaken(pod=pod, epoch=epoch), Ticket(pod)))
 
-    def feed(self, epoch_of: Callable[[str], int]) -> FeedWriter:
-        """For the streams that this replica follows; `epoch_of` is its lease of a pod."""
+    def feed(self, epoch_of: Callable[[str], int | None]) -> FeedWriter:
+        """For the streams that this replica follows; `epoch_of` is its lease of a pod, None where it has none."""
         return FeedWriter(self._service, self._coder, self._outbox, self._put, epoch_of)
 
     def ask_for_silence(self, pod: str, dp_rank: int) -> None:
@@ -185,7 +185,10 @@ class LogWriter:
 
 
 class FeedWriter:
-    """What app/ingest/feed.py calls, in the order of each stream; nothing waits for an answer."""
+    """What app/ingest/feed.py calls, in the order of each stream; nothing waits for an answer.
+
+    What comes without a lease is left out: whoever has it, this replica again maybe, replays it.
+    """
 
     def __init__(
         self,
@@ -193,13 +196,19 @@ class FeedWriter:
         coder: Coder,
         outbox: Outbox,
         put: Callable[..., Sending],
-        epoch_of: Callable[[str], int],
+        epoch_of: Callable[[str], int | None],
     ) -> None:
         self._service = service
         self._coder = coder
         self._outbox = outbox
         self._put = put
         self._epoch_of = epoch_of
+        self.unleased = 0  # calls left out because the lease was gone
+
+    def _epoch(self, pod: str) -> int | None:
+        epoch = self._epoch_of(pod)
+        self.unleased += epoch is None
+        return epoch
 
     @property
     def is_full(self) -> bool:
@@ -212,20 +221,27 @@ class FeedWriter:
         self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None, digest: int | None = None
     ) -> None:
         self._service.pod(pod)
+        epoch = self._epoch(pod)
+        if epoch is None:
+            return
         coded, ticket = self._coder.code(pod, dp_rank, batch)
-        entry = Followed(
-            pod=pod, dp_rank=dp_rank, seq=seq, digest=digest, epoch=self._epoch_of(pod), batch=coded
-        )
+        entry = Followed(pod=pod, dp_rank=dp_rank, seq=seq, digest=digest, epoch=epoch, batch=coded)
         self._put(pod, entry, ticket, answered=False)
 
     def reset_source(self, pod: str, dp_rank: int, *, restarted: bool) -> None:
         self._service.pod(pod)
-        entry = SourceReset(pod=pod, dp_rank=dp_rank, restarted=restarted, epoch=self._epoch_of(pod))
+        epoch = self._epoch(pod)
+        if epoch is None:
+            return
+        entry = SourceReset(pod=pod, dp_rank=dp_rank, restarted=restarted, epoch=epoch)
         self._put(pod, entry, self._coder.note_reset(pod, dp_rank), answered=False)
 
     def set_source_state(
         self, pod: str, dp_rank: int, state: SourceState, *, gaps: int = 0, replays: int = 0, cause: str = ""
     ) -> None:
+        epoch = self._epoch(pod)
+        if epoch is None:
+            return
         entry = SourceReported(
             pod=pod,
             dp_rank=dp_rank,
@@ -233,6 +249,6 @@ class FeedWriter:
             gaps=gaps,
             replays=replays,
             cause=cause,
-            epoch=self._epoch_of(pod),
+            epoch=epoch,
         )
         self._put(pod, entry, Ticket(pod), answered=False)

@@ -63,6 +63,13 @@ nb::bytes hashes_of(Hashes chain, size_t blocks) {
   return nb::bytes(hashes.data(), hashes.size() * 8);
 }
 
+// A copy: SimHash and content hash, alternating.
+std::vector<ContentHash> contents_of(const nb::bytes& buffer) {
+  std::vector<ContentHash> contents(buffer.size() / sizeof(ContentHash));
+  if (!contents.empty()) std::memcpy(contents.data(), buffer.data(), contents.size() * sizeof(ContentHash));
+  return contents;
+}
+
 void bind_index(nb::module_& m) {
   m.def(
       "xxh64", [](const nb::bytes& data, uint64_t seed) { return xxh64(data_of(data), data.size(), seed); },
@@ -111,11 +118,11 @@ void bind_index(nb::module_& m) {
            })
       .def("store_prefixes",
            [](PrefixIndex& self, uint32_t source, uint32_t context, uint32_t tier, uint32_t group,
-              const nb::bytes& engine_hashes, const nb::bytes& prefixes, const nb::bytes& copies, Tick now,
-              bool count_copies) {
-             const Stored stored =
-                 self.store_prefixes({source, tier, group}, context, words_of(engine_hashes),
-                                     words_of(prefixes), words_of(copies), now, count_copies);
+              const nb::bytes& engine_hashes, const nb::bytes& prefixes, const nb::bytes& copies,
+              const nb::bytes& contents, Tick now, bool count_copies) {
+             const Stored stored = self.store_prefixes(
+                 {source, tier, group}, context, words_of(engine_hashes), words_of(prefixes),
+                 words_of(copies), contents_of(contents), now, count_copies);
              return std::tuple(stored.stored, stored.orphans, stored.unknown);
            })
       .def("remove",
@@ -325,13 +332,26 @@ void bind_fuzzy(nb::module_& m) {
         return bytes_of_values(linear_scan(words_of(stored), words_of(queries), distance_max));
       },
       "stored"_a, "queries"_a, "distance_max"_a);
+  m.def(
+      "content_hashes",
+      [](const nb::bytes& tokens, size_t block_size, size_t shingle) {
+        std::vector<ContentHash> hashes(tokens.size() / 4 / block_size);
+        content_hashes(data_of(tokens), hashes.size(), block_size, shingle, hashes.data());
+        return bytes_of_values(hashes);
+      },
+      "token_ids"_a, "block_size"_a, "shingle"_a = 1);
   nb::class_<FuzzyIndex>(m, "FuzzyIndex")
       .def(nb::init<size_t, size_t>(), "shingle"_a, "scans"_a = 0)
       .def("add_context", &FuzzyIndex::add_context)
       .def("drop_context", &FuzzyIndex::drop_context)
       .def("insert",
            [](FuzzyIndex& self, uint32_t context, const nb::bytes& prefixes, const nb::bytes& tokens) {
-             return self.insert(context, words_of(prefixes), data_of(tokens));
+             const std::vector<uint64_t> known = words_of(prefixes);
+             return self.insert(context, known, self.hashes(context, data_of(tokens), known.size()));
+           })
+      .def("insert_hashed",
+           [](FuzzyIndex& self, uint32_t context, const nb::bytes& prefixes, const nb::bytes& hashes) {
+             return self.insert(context, words_of(prefixes), contents_of(hashes));
            })
       .def("remove", [](FuzzyIndex& self, uint32_t context,
                         const nb::bytes& prefixes) { self.remove(context, words_of(prefixes)); })

@@ -7,7 +7,7 @@
 // Neighbours are handed over together, because the fuzzy index is fast only with many blocks at once; but a
 // birth and a death never change places, so that what lies in the fuzzy index after `flush` is what the
 // prefix index holds. Every call of the prefix index ends with one. Cost: a copy of the tokens of a new
-// block.
+// block, which are hashed together.
 #pragma once
 
 #include <cstdint>
@@ -25,10 +25,16 @@ class ContentFeed {
 
   // `takes` the context; `tokens` are those of the block.
   void born(uint32_t context, uint64_t prefix, const uint8_t* tokens, size_t bytes) {
-    if (!died_.empty() || context != context_ || born_.size() == kBlocksMax) flush();
-    context_ = context;
+    begin_birth(context);
     born_.push_back(prefix);
     tokens_.insert(tokens_.end(), tokens, tokens + bytes);
+  }
+  // The same for a block whose content is known by its hashes.
+  void born(uint32_t context, uint64_t prefix, const ContentHash& hash) {
+    begin_birth(context);
+    hash_tokens();
+    born_.push_back(prefix);
+    hashes_.push_back(hash);
   }
   void died(uint32_t context, uint64_t prefix) {
     if (!born_.empty() || context != context_ || died_.size() == kBlocksMax) flush();
@@ -36,20 +42,34 @@ class ContentFeed {
     died_.push_back(prefix);
   }
   void flush() {
-    if (!born_.empty()) index_->insert(context_, born_, tokens_.data());
+    hash_tokens();
+    if (!born_.empty()) index_->insert(context_, born_, hashes_);
     if (!died_.empty()) index_->remove(context_, died_);
     born_.clear();
-    tokens_.clear();
+    hashes_.clear();
     died_.clear();
   }
 
  private:
   static constexpr size_t kBlocksMax = 4096;
 
+  void begin_birth(uint32_t context) {
+    if (!died_.empty() || context != context_ || born_.size() == kBlocksMax) flush();
+    context_ = context;
+  }
+  void hash_tokens() {
+    if (tokens_.empty()) return;
+    const std::vector<ContentHash> hashes =
+        index_->hashes(context_, tokens_.data(), born_.size() - hashes_.size());
+    hashes_.insert(hashes_.end(), hashes.begin(), hashes.end());
+    tokens_.clear();
+  }
+
   FuzzyIndex* index_;  // null: nothing is told
   uint32_t context_ = 0;
   std::vector<uint64_t> born_, died_;  // one of them is empty
-  std::vector<uint8_t> tokens_;
+  std::vector<ContentHash> hashes_;    // of the first of them
+  std::vector<uint8_t> tokens_;        // of the others
 };
 
 }  // namespace kvindexer

@@ -29,10 +29,9 @@
 #include <vector>
 
 #include "content_chains.hpp"
+#include "content_hash.hpp"
 #include "near_table.hpp"
 #include "segmented_table.hpp"
-#include "simhash.hpp"
-#include "xxh64.hpp"
 
 namespace kvindexer {
 
@@ -52,9 +51,9 @@ class FuzzyContext {
   size_t chained() const { return chains_.size(); }
   size_t bytes() const;
 
-  // `tokens`: block_size little-endian uint32 for each prefix. Those that are there already are left alone.
-  // Returns the number of new entries.
-  size_t insert(std::span<const uint64_t> prefixes, const uint8_t* tokens);
+  // A content hash for each prefix. Those that are there already are left alone. Returns the number of new
+  // entries.
+  size_t insert(std::span<const uint64_t> prefixes, std::span<const ContentHash> hashes);
   void remove(std::span<const uint64_t> prefixes);
 
   // One prefix of the content, which may be doomed, or 0.
@@ -115,7 +114,7 @@ class FuzzyContext {
 
   bool is_doomed(uint64_t prefix) { return doomed_[0].contains(prefix) || doomed_[1].contains(prefix); }
   bool revive(uint64_t prefix);
-  bool insert_block(uint64_t prefix, uint64_t simhash, uint64_t content);
+  bool insert_block(uint64_t prefix, const ContentHash& hash);
   std::optional<Record> survivor_of(const Record& record);
 
   void grow(size_t insertions);
@@ -150,41 +149,33 @@ inline size_t FuzzyContext::bytes() const {
 
 // -- insertion
 
-// Hashes run ahead of insertions: what a block needs is fetched from memory, step by step, while later ones
-// are hashed.
-inline size_t FuzzyContext::insert(std::span<const uint64_t> prefixes, const uint8_t* tokens) {
-  const size_t block_bytes = block_size_ * 4;
-  std::array<uint64_t, kBatch> simhashes, contents;
+// What a block needs is fetched from memory, step by step, some blocks ahead.
+inline size_t FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span<const ContentHash> hashes) {
   size_t added = 0;
   for (size_t begin = 0; begin < prefixes.size(); begin += kBatch) {
-    const size_t count = std::min(kBatch, prefixes.size() - begin);
-    for (size_t i = 0; i < count + 3 * kLag; ++i) {
-      if (i < count) {
-        const uint8_t* const block = tokens + (begin + i) * block_bytes;
-        simhashes[i] = simhash(block, block_size_, shingle_);
-        current_->prefetch(simhashes[i]);
-        if (old_) old_->prefetch(simhashes[i]);
-        contents[i] = xxh64(block, block_bytes, 0);
+    const size_t end = std::min(begin + kBatch, prefixes.size());
+    for (size_t i = begin; i < end + 3 * kLag; ++i) {
+      if (i < end) {
+        current_->prefetch(hashes[i].simhash);
+        if (old_) old_->prefetch(hashes[i].simhash);
       }
-      if (i >= kLag && i - kLag < count) {
-        current_->prefetch_insertion(simhashes[i - kLag]);
-        if (old_) old_->prefetch_words(simhashes[i - kLag]);
+      if (i >= begin + kLag && i - kLag < end) {
+        current_->prefetch_insertion(hashes[i - kLag].simhash);
+        if (old_) old_->prefetch_words(hashes[i - kLag].simhash);
       }
-      if (i >= 2 * kLag && i - 2 * kLag < count) {
-        current_->prefetch_more_words(simhashes[i - 2 * kLag]);
-        if (old_) old_->prefetch_more_words(simhashes[i - 2 * kLag]);
+      if (i >= begin + 2 * kLag && i - 2 * kLag < end) {
+        current_->prefetch_more_words(hashes[i - 2 * kLag].simhash);
+        if (old_) old_->prefetch_more_words(hashes[i - 2 * kLag].simhash);
       }
-      if (i >= 3 * kLag) {
-        const size_t block = i - 3 * kLag;
-        added += insert_block(prefixes[begin + block], simhashes[block], contents[block]);
-      }
+      if (i >= begin + 3 * kLag) added += insert_block(prefixes[i - 3 * kLag], hashes[i - 3 * kLag]);
     }
-    grow(count);
+    grow(end - begin);
   }
   return added;
 }
 
-inline bool FuzzyContext::insert_block(uint64_t prefix, uint64_t simhash, uint64_t content) {
+inline bool FuzzyContext::insert_block(uint64_t prefix, const ContentHash& hash) {
+  const auto [simhash, content] = hash;
   if (prefix == 0) return false;
   const bool revived = doomed() != 0 && revive(prefix);  // its record, if any, is found below
   std::optional<RecordPlace> place;

@@ -116,10 +116,11 @@ class PrefixIndex {
                std::optional<uint64_t> parent, const uint8_t* tokens, ExtraKeys extra, Tick now,
                bool count_copies);
   Stored place(const Place& place, std::span<const uint64_t> engine_hashes, Tick now, bool count_copies);
-  // Prefixes whose hashes are known, each with its number of copies.
+  // Prefixes whose hashes are known, each with its number of copies and, when it is plain, those of its
+  // content (no contents: none is known to be plain).
   Stored store_prefixes(const Place& place, uint32_t context, std::span<const uint64_t> engine_hashes,
-                        std::span<const uint64_t> prefixes, std::span<const uint64_t> copies, Tick now,
-                        bool count_copies);
+                        std::span<const uint64_t> prefixes, std::span<const uint64_t> copies,
+                        std::span<const ContentHash> contents, Tick now, bool count_copies);
   Removed remove(const Place& place, std::span<const uint64_t> engine_hashes, Tick now);
   void clear(uint32_t source, std::optional<uint32_t> tier, std::optional<uint32_t> context);
 
@@ -195,12 +196,17 @@ class PrefixIndex {
     std::vector<uint64_t> prefixes;
     std::vector<bool> living;  // empty: all
     size_t next = 0;
-    std::vector<uint64_t> copies = {};     // empty: they are counted; else this is how many there are
-    std::vector<uint8_t> own_tokens = {};  // of an orphan
-    const uint8_t* tokens = nullptr;       // of all blocks; null: not known
-    size_t plain = 0;                      // leading blocks on whose chains nobody has extra keys
+    std::vector<uint64_t> copies = {};       // empty: they are counted; else this is how many there are
+    std::vector<uint8_t> own_tokens = {};    // of an orphan
+    const uint8_t* tokens = nullptr;         // of all blocks; null: not known
+    std::vector<ContentHash> contents = {};  // of blocks that came without tokens; empty: of none
+    size_t plain = 0;                        // leading blocks on whose chains nobody has extra keys
     bool restating = false;  // a root event: leading blocks that the slot names are told again, not copied
     std::optional<uint32_t> slot = {};  // made with the first block that is stored
+  };
+  struct StoredBlock {
+    PrefixEntry* entry;  // until the table of prefixes changes
+    bool was_named;      // the slot named it before
   };
   struct Named {
     Context* context;
@@ -224,8 +230,9 @@ class PrefixIndex {
   void die(const Context& context, const PrefixEntry& entry) {
     if (entry.is_plain) contents_.died(context.id, entry.key);
   }
-  bool store_block(Context& context, uint32_t slot, uint64_t engine_hash, uint64_t prefix, Tick now,
-                   bool count_copies, const uint8_t* plain_tokens);
+  StoredBlock store_block(Context& context, uint32_t slot, uint64_t engine_hash, uint64_t prefix, Tick now,
+                          bool count_copies);
+  void tell(const Context& context, const Frame& frame, size_t block, PrefixEntry& entry);
   Name* find_own_name(const Context& context, uint32_t slot, uint64_t key, uint64_t prefix, Tick now);
   PrefixEntry* hold(Context& context, uint32_t slot, PrefixEntry* entry, uint64_t prefix, Tick now);
   void own(Context& context, uint32_t slot, Name* name, uint64_t key, uint64_t prefix);

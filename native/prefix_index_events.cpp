@@ -135,10 +135,11 @@ Stored PrefixIndex::place(const Place& place, std::span<const uint64_t> engine_h
 
 Stored PrefixIndex::store_prefixes(const Place& place, uint32_t id, std::span<const uint64_t> engine_hashes,
                                    std::span<const uint64_t> prefixes, std::span<const uint64_t> copies,
-                                   Tick now, bool count_copies) {
+                                   std::span<const ContentHash> contents, Tick now, bool count_copies) {
   orphans_.expire(now, limits_.ttl);
   Frame frame{place, {engine_hashes.begin(), engine_hashes.end()}, {prefixes.begin(), prefixes.end()}, {}};
   frame.copies.assign(copies.begin(), copies.end());
+  frame.contents.assign(contents.begin(), contents.end());
   return {store_frames(use(id), std::move(frame), now, count_copies), 0, 0};
 }
 
@@ -204,10 +205,9 @@ uint64_t PrefixIndex::store_frames(Context& context, Frame first, Tick now, bool
     if (frame.living.empty() || frame.living[block]) {
       if (!frame.slot) frame.slot = slot_of(context, frame.place);
       const bool count = count_copies && !frame.restating && frame.copies.empty();
-      const uint8_t* const plain_tokens =
-          told && block < frame.plain ? frame.tokens + block * context.block_bytes : nullptr;
-      if (!store_block(context, *frame.slot, engine_hash, prefix, now, count, plain_tokens))
-        frame.restating = false;
+      const StoredBlock kept = store_block(context, *frame.slot, engine_hash, prefix, now, count);
+      if (!kept.was_named) frame.restating = false;
+      if (told && !kept.entry->is_plain) tell(context, frame, block, *kept.entry);
       if (!frame.copies.empty()) {
         touch(mix64(engine_hash));
         copies_.set(mix64(engine_hash), context.id, *frame.slot, frame.copies[block] - 1);
@@ -238,9 +238,20 @@ void PrefixIndex::release_waiters(Context& context, uint32_t source, uint64_t en
   }
 }
 
-// Tells whether the slot named the block before. `plain_tokens` is not null when the block is to be told.
-bool PrefixIndex::store_block(Context& context, uint32_t slot, uint64_t engine_hash, uint64_t prefix,
-                              Tick now, bool count_copies, const uint8_t* plain_tokens) {
+// Tells the fuzzy index of a block that it does not have, should it be plain.
+void PrefixIndex::tell(const Context& context, const Frame& frame, size_t block, PrefixEntry& entry) {
+  const uint64_t prefix = frame.prefixes[block];
+  if (block < frame.plain)
+    contents_.born(context.id, prefix, frame.tokens + block * context.block_bytes, context.block_bytes);
+  else if (!frame.contents.empty() && !frame.contents[block].is_none())
+    contents_.born(context.id, prefix, frame.contents[block]);
+  else
+    return;
+  entry.is_plain = true;
+}
+
+PrefixIndex::StoredBlock PrefixIndex::store_block(Context& context, uint32_t slot, uint64_t engine_hash,
+                                                  uint64_t prefix, Tick now, bool count_copies) {
   const uint64_t key = mix64(engine_hash);
   Name* const name = find_own_name(context, slot, key, prefix, now);
   PrefixEntry* entry = context.prefixes.find(prefix);
@@ -264,12 +275,8 @@ bool PrefixIndex::store_block(Context& context, uint32_t slot, uint64_t engine_h
     if (!owned) own(context, slot, name, key, prefix);
   }
   entry->last_seen = now;
-  if (plain_tokens != nullptr && !entry->is_plain) {
-    entry->is_plain = true;
-    contents_.born(context.id, prefix, plain_tokens, context.block_bytes);
-  }
   if (marks_ != 0) confirm(context, prefix, context.slots[slot].local);
-  return held && owned;
+  return {entry, held && owned};
 }
 
 // The name (engine hash, prefix) of this context, whoever owns it. Should the slot call another prefix so,

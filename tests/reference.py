@@ -195,17 +195,24 @@ class ReferenceIndex:
         copies: bytes | None,
         now: int,
         count_copies: bool = True,
+        contents: bytes | None = None,
     ) -> StoreResult:
         self._advance(now)
         names, prefixes = _uint64s(engine_hashes, "block_hashes"), _uint64s(prefix_hashes, "prefix_hashes")
         counts = [1] * len(names) if copies is None else _uint64s(copies, "copies")
-        if not len(names) == len(prefixes) == len(counts) or 0 in counts:
-            raise InvalidInput("engine_hashes, prefix_hashes and copies do not go together")
+        hashes = bytes(16 * len(names)) if contents is None else contents
+        told = [any(hashes[i : i + 16]) for i in range(0, len(hashes), 16)]
+        if not len(names) == len(prefixes) == len(counts) == len(told) or 0 in counts:
+            raise InvalidInput("engine_hashes, prefix_hashes, copies and contents do not go together")
         slot = self._slot(source, tier, group, self._use(context))
+        known = self._contexts[context]
         stored = 0
-        for engine_hash, prefix, count in zip(names, prefixes, counts, strict=True):
+        for engine_hash, prefix, count, is_plain in zip(names, prefixes, counts, told, strict=True):
             self._hold(slot, engine_hash, prefix, count_copies=False)
             self._names[slot][engine_hash].copies = count
+            if is_plain:
+                known.plain.add(prefix)
+                known.ever_plain.add(prefix)
             waiting = self._take_waiting(slot, engine_hash)
             stored += 1 + sum(self._chain(orphan, prefix, count_copies) for orphan in waiting)
         return StoreResult(stored, 0, 0)

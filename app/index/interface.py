@@ -62,6 +62,7 @@ class Index(Protocol):
         copies: bytes | None,
         now: int,
         count_copies: bool = True,
+        contents: bytes | None = None,
     ) -> StoreResult: ...
     def remove(
         self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int

@@ -43,7 +43,7 @@ orphans
 place(source, tier, group, engine_hashes)  blocks known by name only (placeholders)
   Each E is looked up among all names of the source: by (tier, group, context) ascending. Found: (E, P) is stored as
   above in the slot of that context. Unknown: counted, nothing else.
-store_prefixes(source, context, tier, group, engine_hashes, prefix_hashes, copies)
+store_prefixes(source, context, tier, group, engine_hashes, prefix_hashes, copies, contents)
   Blocks whose prefix hashes are known: each (E, P) is stored as above in that slot, but there are `copies` of it
   afterwards (1 where none are given), however many there were. So the same again changes nothing.
 names(cursor)
@@ -81,7 +81,8 @@ contents
   An index made with a FuzzyIndex keeps it in step: after every call it has exactly the plain prefixes that have an
   entry, in every context whose blocks can have a SimHash. A prefix is plain when its tokens came with a `store` and
   when neither it nor any block before it has extra keys, as far as is known: what stands on a prefix that is not in
-  the FuzzyIndex is not plain. Entries that are expired or held by nobody any more are there until they are swept.
+  the FuzzyIndex is not plain. One that came with a `store_prefixes` is plain when that says its content: the caller
+  vouches for its chain. Entries that are expired or held by nobody any more are there until they are swept.
 
 Work. Clear, drop and context drop are O(1): dead slots are masked in every query and swept in slices by `sweep`.
 """
@@ -332,8 +333,10 @@ class PrefixIndex:
         copies: bytes | None,
         now: int,
         count_copies: bool = True,
+        contents: bytes | None = None,
     ) -> StoreResult:
-        """`copies` are uint64, at least 1 each. `count_copies` is for orphans that are chained by it."""
+        """`copies` are uint64, at least 1 each. `count_copies` is for orphans that are chained by it. `contents` is
+        what `app.hashing.content_hashes` gives, 16 bytes a block; zeros where a block is not plain."""
         self._require_source(source)
         self._require_context(context)
         if len(engine_hashes) % 8:
@@ -346,9 +349,20 @@ class PrefixIndex:
             raise InvalidInput("there is not one number of copies a block", field="copies")
         if 0 in array.array("Q", copies):
             raise InvalidInput("a block that is stored has at least one copy", field="copies")
+        if contents is not None and len(contents) != 2 * len(engine_hashes):
+            raise InvalidInput("there is not one pair of content hashes a block", field="contents")
         return StoreResult(
             *self._core.store_prefixes(
-                source, context, tier, group, engine_hashes, prefix_hashes, copies, now, count_copies
+                source,
+                context,
+                tier,
+                group,
+                engine_hashes,
+                prefix_hashes,
+                copies,
+                contents or b"",
+                now,
+                count_copies,
             )
         )
 

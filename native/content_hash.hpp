@@ -1,0 +1,30 @@
+// What a block's content is known by: its SimHash, and the XXH64 (seed 0) of its tokens.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "simhash.hpp"
+#include "xxh64.hpp"
+
+namespace kvindexer {
+
+struct ContentHash {
+  uint64_t simhash = 0;
+  uint64_t content = 0;
+  // Stands for "not known" where hashes come in rows.
+  bool is_none() const { return simhash == 0 && content == 0; }
+};
+static_assert(sizeof(ContentHash) == 16);
+
+// Of `blocks` blocks that lie one behind the other.
+inline void content_hashes(const uint8_t* tokens, size_t blocks, size_t block_size, size_t shingle,
+                           ContentHash* out) {
+  const size_t block_bytes = block_size * 4;
+  for (size_t i = 0; i < blocks; ++i) {
+    const uint8_t* const block = tokens + i * block_bytes;
+    out[i] = {simhash(block, block_size, shingle), xxh64(block, block_bytes, 0)};
+  }
+}
+
+}  // namespace kvindexer

@@ -20,6 +20,7 @@ class PrefixIndex:
         prefixes_per_context_max: int,
         orphan_blocks_max: int,
         speculative_blocks_max: int,
+        claims_max: int,
         contents: FuzzyIndex | None = None,
     ) -> None: ...
     def add_context(self, seed: int, block_size: int) -> tuple[int, int | None]: ...
@@ -40,10 +41,24 @@ class PrefixIndex:
         extra_keys: tuple[bytes, ...] | None,
         now: int,
         count_copies: bool,
+        owner: int,
     ) -> tuple[int, int, int]: ...
     def place(
-        self, source: int, tier: int, group: int, engine_hashes: bytes, now: int, count_copies: bool
+        self,
+        source: int,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        now: int,
+        count_copies: bool,
+        owner: int,
     ) -> tuple[int, int, int]: ...
+    def add_owner(self) -> int: ...
+    def clear_owner(self, owner: int) -> None: ...
+    def owner_claims(self) -> list[tuple[int, int]]: ...
+    def holdings(self, context: int, prefix_hashes: bytes, now: int) -> bytes:
+        """Rows of uint32 place, source, owner."""
+
     def store_prefixes(
         self,
         source: int,
@@ -56,6 +71,7 @@ class PrefixIndex:
         contents: bytes,
         now: int,
         count_copies: bool,
+        owner: int,
     ) -> tuple[int, int, int]: ...
     def remove(
         self, source: int, tier: int, group: int, engine_hashes: bytes, now: int
@@ -102,7 +118,9 @@ class PrefixIndex:
     def orphan_blocks(self, source: int) -> int: ...
     def orphan_drops(self) -> list[tuple[int, int]]: ...
     def sweep(self, now: int, visits_max: int) -> tuple[int, int, bool]: ...
-    def statistics(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int]: ...
+    def statistics(
+        self,
+    ) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int, int, int]: ...
 
 class AnswerBook:
     """What an answer says of each source beside its depths (native/answer_book.hpp)."""

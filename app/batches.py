@@ -24,6 +24,7 @@ from app.errors import BatchRejected, InvalidInput
 from app.events import BlockRemoved, BlockStored, Event, EventBatch, PrefixesStored, RejectedEvent, Tier
 from app.index.interface import Index
 from app.live import LiveFeed
+from app.owners import Owners
 from app.pods import PodSpec, Source
 from app.registry import Registry
 
@@ -93,6 +94,7 @@ def _tells_size(event: Event) -> TypeGuard[BlockStored | PrefixesStored]:
 
 @dataclasses.dataclass(slots=True)
 class _Tally:
+    owner: int  # of the batch; 0 is nobody
     stored_blocks: int = 0
     removed_blocks: int = 0
     orphan_blocks: int = 0  # had to wait when they came; some may have been chained since
@@ -102,12 +104,20 @@ class Batches:
     """Part of the service. `now` gives the index's ticks; `rejected` counts events by reason."""
 
     def __init__(
-        self, settings: Settings, index: Index, registry: Registry, live: LiveFeed, *, now: Callable[[], int]
+        self,
+        settings: Settings,
+        index: Index,
+        registry: Registry,
+        owners: Owners,
+        live: LiveFeed,
+        *,
+        now: Callable[[], int],
     ) -> None:
         self.rejected: Counter[str] = Counter()
         self._settings = settings
         self._index = index
         self._registry = registry
+        self._owners = owners
         self._live = live
         self._now = now
 
@@ -122,6 +132,7 @@ class Batches:
         lora: str | None,
         digest: int | None = None,
         incomplete: bool = False,
+        owner: str | None = None,
     ) -> BatchResult:
         """See IndexerService.post."""
         known = self._registry.pods.get(pod)
@@ -144,6 +155,7 @@ class Batches:
         if sifted.is_useless:
             self._count_rejected(source, sifted.rejected)
             raise BatchRejected(sifted.rejected)
+        owner_number = self._owners.number(owner)
         if known is None:
             self._registry.register(PodSpec(name=pod, model=model or ""))
         source = self._registry.source(pod, dp_rank)
@@ -159,7 +171,7 @@ class Batches:
             seq == 0 and sifted.events
         ):  # a dump ends with a number and no event, and the engine's own may follow
             source.first_digest = digest
-        return self._apply(source, sifted, seq, lora)
+        return self._apply(source, sifted, seq, lora, owner_number)
 
     def apply(
         self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None, digest: int | None = None
@@ -169,11 +181,13 @@ class Batches:
         source.last_digest = digest
         return self._apply(source, sift(batch, source.block_size, source.chunk_sizes), seq, None)
 
-    def _apply(self, source: Source, sifted: Sifted, seq: int | None, lora: str | None) -> BatchResult:
+    def _apply(
+        self, source: Source, sifted: Sifted, seq: int | None, lora: str | None, owner: int = 0
+    ) -> BatchResult:
         self._registry.welcome_back(source)
         source.block_size = sifted.block_size
         self._learn_chunk_sizes(source, sifted.chunk_sizes)
-        tally = self._apply_events(source, sifted.events, lora)
+        tally = self._apply_events(source, sifted.events, lora, owner)
         source.batches += 1
         source.ignored += sifted.ignored
         source.stored_blocks += tally.stored_blocks
@@ -218,11 +232,13 @@ class Batches:
                     if context.block_size == before:
                         self._index.clear(source.index_id, tier=tier, context=context.id)
 
-    def _apply_events(self, source: Source, events: tuple[Event, ...], lora: str | None) -> _Tally:
+    def _apply_events(
+        self, source: Source, events: tuple[Event, ...], lora: str | None, owner: int
+    ) -> _Tally:
         spec = self._registry.find(source.pod).spec
         lora = lora or spec.lora
         now = self._now()
-        tally = _Tally()
+        tally = _Tally(owner)
         for event in events:
             source.events[type(event).__name__] += 1
             if isinstance(event, BlockStored):
@@ -252,6 +268,7 @@ class Batches:
                 extra_keys=event.extra_keys,
                 now=now,
                 count_copies=self._settings.count_copies,
+                owner=tally.owner,
             )
         else:
             result = self._index.place(
@@ -261,6 +278,7 @@ class Batches:
                 engine_hashes=event.block_hashes,
                 now=now,
                 count_copies=self._settings.count_copies,
+                owner=tally.owner,
             )
         source.offloads |= event.tier is not Tier.GPU
         source.unknown_blocks += result.unknown_blocks
@@ -281,6 +299,7 @@ class Batches:
             copies=event.copies if counted else None,
             now=now,
             count_copies=counted,
+            owner=tally.owner,
         )
         source.offloads |= event.tier is not Tier.GPU
         tally.stored_blocks += result.stored_blocks

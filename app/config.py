@@ -193,6 +193,17 @@ class Settings(BaseSettings):
         description="Stored blocks that `/v1/fuzzy-match` considers for one place of a prompt, the best first.",
     )
 
+    owners_max: int = Field(
+        10_000,
+        ge=1,
+        description="Owners that have blocks, as posted events name them; past it a new one is refused with 422.",
+    )
+    owner_claims_max: int = Field(
+        4_000_000,
+        ge=0,
+        description="Blocks with an owner, one for each owner, rank and tier (about 20 bytes); past it they have none.",
+    )
+
     tokenizers: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="Tokenizers for text and chat, separated by ',', each as `model=folder` or `model=hub/name`.",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
@@ -22,17 +23,18 @@ import msgspec
 
 from app.config import Settings
 from app.errors import InvalidInput, LimitExceeded, SwitchedOff
-from app.fuzzy.answer import FuzzyAnswer, Owner, Owners, assemble
+from app.fuzzy.answer import FuzzyAnswer, Holding, Holdings, assemble
 from app.fuzzy.fuzzy_index import MAX_DISTANCE, FuzzyIndex, FuzzyLimits
 from app.index.interface import Index
+from app.owners import Owners
 from app.queries import Queries
 from app.registry import Registry
 
-_NOTHING = FuzzyAnswer((), (), ())
+_NOTHING = FuzzyAnswer((), (), (), ())
 
 
 class FuzzyQuery(msgspec.Struct, frozen=True):
-    """`token_ids` are uint32, little-endian. `exclude` are owners; `agent1` stands for `agent1:role` too."""
+    """`token_ids` are uint32, little-endian. `exclude` are pods and owners; `agent1` stands for `agent1:role` too."""
 
     model: str
     token_ids: bytes
@@ -67,6 +69,7 @@ class FuzzyQueries:
         index: Index,
         contents: FuzzyIndex | None,
         registry: Registry,
+        owners: Owners,
         queries: Queries,
         *,
         now: Callable[[], int],
@@ -75,6 +78,7 @@ class FuzzyQueries:
         self._index = index
         self._contents = contents
         self._registry = registry
+        self._owners = owners
         self._queries = queries
         self._now = now
         self._counts = dict.fromkeys(("queries", "asked_tokens", "reusable_tokens"), 0)
@@ -94,11 +98,11 @@ class FuzzyQueries:
         context = self._index.context_ids(query.model, query.lora).get(unit)
         answer = _NOTHING
         if context is not None and tokens >= unit and self._contents.has_context(context):
-            owners = Owners(lambda hashes: self._holders(context, hashes), query.exclude)
+            holdings = Holdings(lambda hashes: self._holdings(context, hashes), query.exclude)
             ask = self._contents.grid if query.mode == "grid" else self._contents.sliding
-            windows = ask(context, query.token_ids, query.max_distance, owners.usable)
+            windows = ask(context, query.token_ids, query.max_distance, holdings.usable)
             answer = assemble(
-                windows, owners, block_size=unit, tokens=tokens, limit_per_block=query.limit_per_block
+                windows, holdings, block_size=unit, tokens=tokens, limit_per_block=query.limit_per_block
             )
         self._counts["queries"] += 1
         self._counts["asked_tokens"] += tokens
@@ -121,16 +125,21 @@ class FuzzyQueries:
         dropped = 0 if self._contents is None else self._contents.stats().matches_dropped
         return {**self._counts, "candidates_dropped": dropped}
 
-    def _holders(self, context: int, prefix_hashes: Collection[int]) -> Mapping[int, Sequence[Owner]]:
-        now = self._now()
-        return {
-            prefix_hash: self._owners(self._index.holders(context, prefix_hash, now))
-            for prefix_hash in prefix_hashes
-        }
-
-    def _owners(self, holders: list[tuple[int, int, int]]) -> Sequence[Owner]:
-        found = {index_id: self._registry.by_index_id(index_id) for index_id, _tier, _group in holders}
-        return [Owner(source.pod, source.dp_rank) for source in found.values() if source is not None]
+    def _holdings(self, context: int, prefix_hashes: Collection[int]) -> Mapping[int, Sequence[Holding]]:
+        asked = array("Q", prefix_hashes)
+        owners_of: dict[tuple[int, int], set[str]] = {}  # (place among those asked, source) -> owners
+        for row in self._index.holdings(context, asked.tobytes(), self._now()):
+            owners = owners_of.setdefault((row.prefix, row.source), set())
+            name = self._owners.name(row.owner)
+            if name is not None:
+                owners.add(name)
+        found: dict[int, list[Holding]] = {}
+        for (place, index_id), owners in owners_of.items():
+            source = self._registry.by_index_id(index_id)
+            if source is not None:
+                holding = Holding(source.pod, source.dp_rank, tuple(sorted(owners)))
+                found.setdefault(asked[place], []).append(holding)
+        return found
 
     def _first_hash(self, query: FuzzyQuery, unit: int) -> int | None:
         first = query.token_ids[: 4 * unit]

@@ -28,6 +28,7 @@ from app.api import (
     fuzzy,
     match,
     operations,
+    owners,
     pages,
     pods,
     prefixes,
@@ -101,6 +102,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
                 "route": (dict, router.counters),
                 "snapshot": (snapshots.gauges, snapshots.counters) if snapshots else (dict, dict),
                 "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
+                "owners": (service.owners.gauges, service.owners.counters),
             },
         )
     )
@@ -126,6 +128,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         events,
         match,
         fuzzy,
+        owners,
         route,
         prefixes,
         pods,

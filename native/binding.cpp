@@ -63,6 +63,11 @@ nb::bytes hashes_of(Hashes chain, size_t blocks) {
   return nb::bytes(hashes.data(), hashes.size() * 8);
 }
 
+nb::bytes bytes_of_holdings(const std::vector<Holding>& holdings) {
+  static_assert(sizeof(Holding) == 12);
+  return nb::bytes(holdings.data(), holdings.size() * sizeof(Holding));
+}
+
 // A copy: SimHash and content hash, alternating.
 std::vector<ContentHash> contents_of(const nb::bytes& buffer) {
   std::vector<ContentHash> contents(buffer.size() / sizeof(ContentHash));
@@ -88,13 +93,15 @@ void bind_index(nb::module_& m) {
       .def(
           "__init__",
           [](PrefixIndex* self, Tick ttl, size_t contexts_max, size_t prefixes_per_context_max,
-             size_t orphan_blocks_max, size_t speculative_blocks_max, FuzzyIndex* contents) {
+             size_t orphan_blocks_max, size_t speculative_blocks_max, size_t claims_max,
+             FuzzyIndex* contents) {
             new (self) PrefixIndex(Limits{ttl, contexts_max, prefixes_per_context_max, orphan_blocks_max,
-                                          speculative_blocks_max},
+                                          speculative_blocks_max, claims_max},
                                    contents);
           },
           "ttl_ticks"_a, "contexts_max"_a, "prefixes_per_context_max"_a, "orphan_blocks_max"_a,
-          "speculative_blocks_max"_a, "contents"_a.none() = nb::none(), nb::keep_alive<1, 7>())
+          "speculative_blocks_max"_a, "claims_max"_a, "contents"_a.none() = nb::none(),
+          nb::keep_alive<1, 8>())
       .def("add_context", &PrefixIndex::add_context)
       .def("touch_context", &PrefixIndex::touch_context)
       .def("context_size", &PrefixIndex::context_size)
@@ -104,25 +111,25 @@ void bind_index(nb::module_& m) {
       .def("store",
            [](PrefixIndex& self, uint32_t source, uint32_t context, uint32_t tier, uint32_t group,
               const nb::bytes& engine_hashes, std::optional<uint64_t> parent, const nb::bytes& tokens,
-              const std::optional<nb::tuple>& extra, Tick now, bool count_copies) {
+              const std::optional<nb::tuple>& extra, Tick now, bool count_copies, uint32_t owner) {
              const Stored stored = self.store({source, tier, group}, context, words_of(engine_hashes), parent,
-                                              data_of(tokens), extra_of(extra), now, count_copies);
+                                              data_of(tokens), extra_of(extra), now, count_copies, owner);
              return std::tuple(stored.stored, stored.orphans, stored.unknown);
            })
       .def("place",
            [](PrefixIndex& self, uint32_t source, uint32_t tier, uint32_t group,
-              const nb::bytes& engine_hashes, Tick now, bool count_copies) {
+              const nb::bytes& engine_hashes, Tick now, bool count_copies, uint32_t owner) {
              const Stored stored =
-                 self.place({source, tier, group}, words_of(engine_hashes), now, count_copies);
+                 self.place({source, tier, group}, words_of(engine_hashes), now, count_copies, owner);
              return std::tuple(stored.stored, stored.orphans, stored.unknown);
            })
       .def("store_prefixes",
            [](PrefixIndex& self, uint32_t source, uint32_t context, uint32_t tier, uint32_t group,
               const nb::bytes& engine_hashes, const nb::bytes& prefixes, const nb::bytes& copies,
-              const nb::bytes& contents, Tick now, bool count_copies) {
+              const nb::bytes& contents, Tick now, bool count_copies, uint32_t owner) {
              const Stored stored = self.store_prefixes(
                  {source, tier, group}, context, words_of(engine_hashes), words_of(prefixes),
-                 words_of(copies), contents_of(contents), now, count_copies);
+                 words_of(copies), contents_of(contents), now, count_copies, owner);
              return std::tuple(stored.stored, stored.orphans, stored.unknown);
            })
       .def("remove",
@@ -160,6 +167,13 @@ void bind_index(nb::module_& m) {
                holders.emplace_back(holder.source, holder.tier, holder.group);
              return holders;
            })
+      .def("holdings",
+           [](PrefixIndex& self, uint32_t context, const nb::bytes& prefixes, Tick now) {
+             return bytes_of_holdings(self.holdings(context, words_of(prefixes), now));
+           })
+      .def("add_owner", &PrefixIndex::add_owner)
+      .def("clear_owner", &PrefixIndex::clear_owner)
+      .def("owner_claims", &PrefixIndex::owner_claims)
       .def("names",
            [](PrefixIndex& self, uint64_t cursor, size_t names_max, Tick now) {
              std::vector<NameRun> runs;
@@ -222,7 +236,7 @@ void bind_index(nb::module_& m) {
         return std::tuple(now.contexts, now.prefixes, now.holder_sets, now.engine_keys, now.copies,
                           now.orphan_blocks, now.speculative_blocks, now.bytes, now.expired, now.evicted,
                           now.contexts_evicted, now.orphans_dropped, now.orphans_expired,
-                          now.speculative_refused);
+                          now.speculative_refused, now.claims, now.claims_refused);
       });
 }
 

@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "claims.hpp"
 #include "holder_sets.hpp"
 #include "segmented_table.hpp"
 
@@ -108,6 +109,7 @@ struct Context {
   uint64_t last_used = 0;
   SegmentedTable<PrefixEntry> prefixes;
   SegmentedTable<Mark> marks;
+  ClaimTable claims;
   std::vector<Slot> slots;
   std::vector<uint32_t> free_slots;
   std::vector<uint32_t> retired_slots;

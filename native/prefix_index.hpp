@@ -48,10 +48,17 @@ struct Limits {
   size_t prefixes_per_context_max = 10'000'000;
   size_t orphan_blocks_max = 65'536;
   size_t speculative_blocks_max = 262'144;
+  size_t claims_max = 4'000'000;
 };
 
 struct Stored {
   uint64_t stored = 0, orphans = 0, unknown = 0;
+};
+struct Holding {    // a source that holds a prefix, with one of the owners that it holds it for (0: none is
+                    // named)
+  uint32_t prefix;  // its place in the question
+  uint32_t source;
+  uint32_t owner;
 };
 struct Removed {
   uint64_t removed = 0, unknown = 0;
@@ -86,7 +93,7 @@ struct Statistics {
   uint64_t contexts = 0, prefixes = 0, holder_sets = 0, engine_keys = 0, copies = 0, orphan_blocks = 0;
   uint64_t speculative_blocks = 0, bytes = 0, expired = 0, evicted = 0, contexts_evicted = 0,
            orphans_dropped = 0;
-  uint64_t orphans_expired = 0, speculative_refused = 0;
+  uint64_t orphans_expired = 0, speculative_refused = 0, claims = 0, claims_refused = 0;
 };
 
 class PrefixIndex {
@@ -94,7 +101,11 @@ class PrefixIndex {
   // `contents`, when not null, is told of plain blocks, and lives longer. Its contexts are the caller's to
   // add, before anything is stored in them, and to drop.
   explicit PrefixIndex(const Limits& limits, FuzzyIndex* contents = nullptr)
-      : limits_(limits), walk_(sets_, limits.ttl), orphans_(limits.orphan_blocks_max), contents_(contents) {}
+      : limits_(limits),
+        walk_(sets_, limits.ttl),
+        orphans_(limits.orphan_blocks_max),
+        contents_(contents),
+        owners_(limits.claims_max) {}
   PrefixIndex(const PrefixIndex&) = delete;
   PrefixIndex& operator=(const PrefixIndex&) = delete;
 
@@ -110,17 +121,26 @@ class PrefixIndex {
   bool has_source(uint32_t source) const { return sources_.contains(source); }
   void drop_source(uint32_t source);
 
-  // -- events
+  // Owners can be named where there is a fuzzy index for the context; elsewhere nobody could ask for them.
+  uint32_t add_owner() { return owners_.add(); }
+  void clear_owner(uint32_t owner) {
+    owners_.clear(owner);
+    remains_ = true;
+  }
+  std::vector<std::pair<uint32_t, uint64_t>> owner_claims() const { return owners_.owners(); }
+
+  // -- events (owner 0: none)
 
   Stored store(const Place& place, uint32_t context, std::span<const uint64_t> engine_hashes,
                std::optional<uint64_t> parent, const uint8_t* tokens, ExtraKeys extra, Tick now,
-               bool count_copies);
-  Stored place(const Place& place, std::span<const uint64_t> engine_hashes, Tick now, bool count_copies);
+               bool count_copies, uint32_t owner);
+  Stored place(const Place& place, std::span<const uint64_t> engine_hashes, Tick now, bool count_copies,
+               uint32_t owner);
   // Prefixes whose hashes are known, each with its number of copies and, when it is plain, those of its
   // content (no contents: none is known to be plain).
   Stored store_prefixes(const Place& place, uint32_t context, std::span<const uint64_t> engine_hashes,
                         std::span<const uint64_t> prefixes, std::span<const uint64_t> copies,
-                        std::span<const ContentHash> contents, Tick now, bool count_copies);
+                        std::span<const ContentHash> contents, Tick now, bool count_copies, uint32_t owner);
   Removed remove(const Place& place, std::span<const uint64_t> engine_hashes, Tick now);
   void clear(uint32_t source, std::optional<uint32_t> tier, std::optional<uint32_t> context);
 
@@ -141,6 +161,8 @@ class PrefixIndex {
   }
 
   std::vector<Place> holders(uint32_t context, uint64_t prefix, Tick now);
+  // Every (source, owner) of each of the prefixes, in their order; a source of several slots may come again.
+  std::vector<Holding> holdings(uint32_t context, std::span<const uint64_t> prefixes, Tick now);
   // About `names_max` of what all slots hold, from `cursor` on (0 at first) in an order of the table's own;
   // true when there is no more.
   bool names(uint64_t& cursor, size_t names_max, Tick now, std::vector<NameRun>& runs);
@@ -201,6 +223,7 @@ class PrefixIndex {
     const uint8_t* tokens = nullptr;         // of all blocks; null: not known
     std::vector<ContentHash> contents = {};  // of blocks that came without tokens; empty: of none
     size_t plain = 0;                        // leading blocks on whose chains nobody has extra keys
+    uint32_t owner = 0;
     bool restating = false;  // a root event: leading blocks that the slot names are told again, not copied
     std::optional<uint32_t> slot = {};  // made with the first block that is stored
   };
@@ -212,7 +235,7 @@ class PrefixIndex {
     Context* context;
     uint64_t prefix;
   };
-  enum class Stage { kGraveyard, kPrefixes, kMarks, kNames, kCopies, kAliases };
+  enum class Stage { kGraveyard, kPrefixes, kMarks, kClaims, kNames, kCopies, kAliases };
 
   // prefix_index_events.cpp
   void drop_context(uint32_t id);
@@ -227,7 +250,9 @@ class PrefixIndex {
   void release_waiters(Context& context, uint32_t source, uint64_t engine_hash, uint64_t prefix, bool plain,
                        std::vector<Frame>& frames);
   static size_t plain_blocks(bool parent, const ExtraKeys& extra, size_t blocks);
-  void die(const Context& context, const PrefixEntry& entry) {
+  // Nobody holds the prefix any more.
+  void die(Context& context, const PrefixEntry& entry) {
+    owners_.drop(context.claims, entry.key);
     if (entry.is_plain) contents_.died(context.id, entry.key);
   }
   StoredBlock store_block(Context& context, uint32_t slot, uint64_t engine_hash, uint64_t prefix, Tick now,
@@ -293,6 +318,7 @@ class PrefixIndex {
   SurplusTable copies_, aliases_;
   OrphanBook orphans_;
   ContentFeed contents_;
+  OwnerBook owners_;
   size_t marks_ = 0;                                    // in all contexts, dead ones too until they are swept
   std::vector<std::pair<Context*, uint32_t>> targets_;  // of one removal
 

@@ -84,7 +84,7 @@ void PrefixIndex::clear(uint32_t source, std::optional<uint32_t> tier, std::opti
 
 Stored PrefixIndex::store(const Place& place, uint32_t id, std::span<const uint64_t> engine_hashes,
                           std::optional<uint64_t> parent, const uint8_t* tokens, ExtraKeys extra, Tick now,
-                          bool count_copies) {
+                          bool count_copies, uint32_t owner) {
   orphans_.expire(now, limits_.ttl);
   Context& context = use(id);
   const size_t blocks = engine_hashes.size();
@@ -101,7 +101,8 @@ Stored PrefixIndex::store(const Place& place, uint32_t id, std::span<const uint6
                                                    {engine_hashes.begin(), engine_hashes.end()},
                                                    {},
                                                    {tokens, tokens + blocks * context.block_bytes},
-                                                   std::move(extra)});
+                                                   std::move(extra),
+                                                   owner});
       return {0, waiting, 0};
     }
     chain_from = named->prefix;
@@ -114,11 +115,12 @@ Stored PrefixIndex::store(const Place& place, uint32_t id, std::span<const uint6
   frame.tokens = tokens;
   frame.plain = plain_blocks(plain, extra, blocks);
   frame.restating = !parent && blocks > 1;
+  frame.owner = owner;
   return {store_frames(context, std::move(frame), now, count_copies), 0, 0};
 }
 
 Stored PrefixIndex::place(const Place& place, std::span<const uint64_t> engine_hashes, Tick now,
-                          bool count_copies) {
+                          bool count_copies, uint32_t owner) {
   orphans_.expire(now, limits_.ttl);
   Stored result;
   for (const uint64_t engine_hash : engine_hashes) {
@@ -128,6 +130,7 @@ Stored PrefixIndex::place(const Place& place, std::span<const uint64_t> engine_h
       continue;
     }
     Frame frame{place, {engine_hash}, {named->prefix}, {}};
+    frame.owner = owner;
     result.stored += store_frames(use(named->context->id), std::move(frame), now, count_copies);
   }
   return result;
@@ -135,11 +138,13 @@ Stored PrefixIndex::place(const Place& place, std::span<const uint64_t> engine_h
 
 Stored PrefixIndex::store_prefixes(const Place& place, uint32_t id, std::span<const uint64_t> engine_hashes,
                                    std::span<const uint64_t> prefixes, std::span<const uint64_t> copies,
-                                   std::span<const ContentHash> contents, Tick now, bool count_copies) {
+                                   std::span<const ContentHash> contents, Tick now, bool count_copies,
+                                   uint32_t owner) {
   orphans_.expire(now, limits_.ttl);
   Frame frame{place, {engine_hashes.begin(), engine_hashes.end()}, {prefixes.begin(), prefixes.end()}, {}};
   frame.copies.assign(copies.begin(), copies.end());
   frame.contents.assign(contents.begin(), contents.end());
+  frame.owner = owner;
   return {store_frames(use(id), std::move(frame), now, count_copies), 0, 0};
 }
 
@@ -208,6 +213,7 @@ uint64_t PrefixIndex::store_frames(Context& context, Frame first, Tick now, bool
       const StoredBlock kept = store_block(context, *frame.slot, engine_hash, prefix, now, count);
       if (!kept.was_named) frame.restating = false;
       if (told && !kept.entry->is_plain) tell(context, frame, block, *kept.entry);
+      if (told && frame.owner != 0) owners_.claim(context.claims, prefix, *frame.slot, frame.owner);
       if (!frame.copies.empty()) {
         touch(mix64(engine_hash));
         copies_.set(mix64(engine_hash), context.id, *frame.slot, frame.copies[block] - 1);
@@ -234,6 +240,7 @@ void PrefixIndex::release_waiters(Context& context, uint32_t source, uint64_t en
     frame.tokens = frame.own_tokens.data();
     frame.plain = plain_blocks(plain || (entry != nullptr && entry->is_plain), orphan.extra,
                                frame.engine_hashes.size());
+    frame.owner = orphan.owner;
     frames.push_back(std::move(frame));
   }
 }
@@ -343,6 +350,7 @@ void PrefixIndex::disown(Context& context, uint32_t slot, Name* name, Tick now) 
   --context.slots[slot].blocks;
   context.slots[slot].digest -= mix64(prefix);
   replace(entry->holders, sets_.without(entry->holders, slot));
+  owners_.drop(context.claims, prefix, [slot](uint32_t claimant) { return claimant == slot; });
   if (entry->holders != kEmptySet) return;
   die(context, *entry);
   context.prefixes.erase(entry);
@@ -463,6 +471,29 @@ std::vector<Place> PrefixIndex::holders(uint32_t id, uint64_t prefix, Tick now) 
   return found;
 }
 
+std::vector<Holding> PrefixIndex::holdings(uint32_t id, std::span<const uint64_t> prefixes, Tick now) {
+  std::vector<Holding> found;
+  Context* const context = find_context(id);
+  if (context == nullptr) return found;
+  for (uint32_t i = 0; i < prefixes.size(); ++i) {
+    if (i + kAhead < prefixes.size()) context->prefixes.prefetch(prefixes[i + kAhead]);
+    const PrefixEntry* const entry = context->find_live(prefixes[i], now, limits_.ttl);
+    if (entry == nullptr) continue;
+    sets_.for_each(entry->holders, [&](uint32_t number) {
+      const Slot& slot = context->slots[number];
+      if (!slot.live) return;
+      const uint32_t source = context->sources[slot.local].source;
+      const size_t before = found.size();
+      if (context->claims.size() != 0)
+        for (const Claim* at = context->claims.find(prefixes[i]); at != nullptr;
+             at = ClaimTable::next_equal(at))
+          if (at->slot == number && owners_.is_live(*at)) found.push_back({i, source, at->owner});
+      if (found.size() == before) found.push_back({i, source, 0});
+    });
+  }
+  return found;
+}
+
 bool PrefixIndex::names(uint64_t& cursor, size_t names_max, Tick now, std::vector<NameRun>& runs) {
   std::map<std::array<uint32_t, 4>, NameRun> by_slot;
   size_t work = 0;  // a name that nobody owns any more costs something too
@@ -508,9 +539,11 @@ Statistics PrefixIndex::statistics() const {
   for (const auto& [id, context] : contexts_) {
     now.prefixes += context->prefixes.size();
     now.bytes += sizeof(Context) + context->prefixes.bytes() + context->marks.bytes() +
-                 context->slots.capacity() * sizeof(Slot) + context->sources.capacity() * sizeof(LocalSource);
+                 context->claims.bytes() + context->slots.capacity() * sizeof(Slot) +
+                 context->sources.capacity() * sizeof(LocalSource);
   }
-  for (const auto& context : graveyard_) now.bytes += context->prefixes.bytes() + context->marks.bytes();
+  for (const auto& context : graveyard_)
+    now.bytes += context->prefixes.bytes() + context->marks.bytes() + context->claims.bytes();
   now.holder_sets = sets_.size();
   now.engine_keys = names_.size();
   now.copies = copies_.table().size();
@@ -518,6 +551,8 @@ Statistics PrefixIndex::statistics() const {
   now.orphans_dropped = orphans_.dropped();
   now.orphans_expired = orphans_.expired();
   now.speculative_blocks = marks_;
+  now.claims = owners_.claims();
+  now.claims_refused = owners_.refused();
   return now;
 }
 

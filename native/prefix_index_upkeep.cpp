@@ -71,7 +71,7 @@ void PrefixIndex::choose_victims(Context& context) {
   context.evict_left = std::max<size_t>(1, context.prefixes.size() / 16);
 }
 
-// -- sweeping: a pass goes through graveyard, prefixes, marks, names, copies, aliases
+// -- sweeping: a pass goes through graveyard, prefixes, marks, claims, names, copies, aliases
 
 Swept PrefixIndex::sweep(Tick now, size_t visits_max) {
   Swept swept;
@@ -121,11 +121,20 @@ void PrefixIndex::sweep_stage(Tick now, size_t visits_max, Swept& swept) {
       });
       break;
     case Stage::kMarks:
-      sweep_contexts(swept, Stage::kNames, [&](Context& context, bool& done) {
+      sweep_contexts(swept, Stage::kClaims, [&](Context& context, bool& done) {
         return context.marks.sweep(sweep_cursor_, done, left, [&](const Mark& mark) {
           const bool keep = context.is_live(mark, now);
           marks_ -= keep ? 0 : 1;
           return keep;
+        });
+      });
+      break;
+    case Stage::kClaims:
+      sweep_contexts(swept, Stage::kNames, [&](Context& context, bool& done) {
+        return context.claims.sweep(sweep_cursor_, done, left, [&](const Claim& claim) {
+          if (owners_.is_live(claim)) return true;
+          owners_.discount(claim);
+          return false;
         });
       });
       break;
@@ -173,8 +182,10 @@ bool PrefixIndex::keep_prefix(Context& context, PrefixEntry& entry, Tick now, Sw
     ++statistics_.expired;
     return false;
   }
-  if (!context.retired_slots.empty() && sets_.intersects(entry.holders, context.dead))
+  if (!context.retired_slots.empty() && sets_.intersects(entry.holders, context.dead)) {
     replace(entry.holders, sets_.minus(entry.holders, context.dead));
+    owners_.drop(context.claims, entry.key, [&](uint32_t slot) { return !context.slots[slot].live; });
+  }
   if (entry.holders != kEmptySet) return true;
   die(context, entry);
   return false;
@@ -210,7 +221,8 @@ bool PrefixIndex::sweep_graveyard() {
   if (graveyard_.empty()) return true;
   Context& context = *graveyard_.back();
   if (context.prefixes.dismantle(1, [&](const PrefixEntry& entry) { sets_.release(entry.holders); }) &&
-      context.marks.dismantle(1, [](const Mark&) {}))
+      context.marks.dismantle(1, [](const Mark&) {}) &&
+      context.claims.dismantle(1, [&](const Claim& claim) { owners_.discount(claim); }))
     graveyard_.pop_back();
   return graveyard_.empty();
 }

@@ -59,6 +59,7 @@ async def events(request: Request) -> Response:
             seq=fields.seq,
             lora=fields.lora,
             incomplete=fields.incomplete,
+            owner=fields.owner,
         ),
     )
 
@@ -74,6 +75,7 @@ def apply_batch(
     seq: int | None,
     lora: str | None,
     incomplete: bool = False,
+    owner: str | None = None,
 ) -> dict[str, Any]:
     """What is answered. `dp_rank` is what the sender named; else the batch's own counts."""
     _check_count(wiring, len(batch.events) + len(batch.rejected) + batch.ignored)
@@ -89,6 +91,7 @@ def apply_batch(
         lora=lora or None,
         digest=digest,
         incomplete=incomplete,
+        owner=owner,
     )
     if batch.ts is not None and not result.duplicate:
         wiring.metrics.observe_lag(time.time() - batch.ts)
@@ -97,7 +100,7 @@ def apply_batch(
 
 def _remove_everywhere(service: IndexerService, fields: EventsFields, batch: EventBatch) -> BatchResult:
     """All of the batch or nothing: what has no pod has no counters to show what was left out."""
-    said = fields.model_fields_set & {"seq", "dp_rank"}
+    said = fields.model_fields_set & {"seq", "dp_rank", "owner"}
     for name in sorted(said):
         raise InvalidInput(f"{name} is one pod's: leave it out where pod is null", field=name)
     if fields.model is None:

@@ -59,6 +59,7 @@ def test_a_block_is_found_behind_another_prefix(indexer: Indexer) -> None:
                     {
                         "pod": "pod-a",
                         "dp_rank": 0,
+                        "owners": [],
                         "cached_block_hash": hash_of(A, B),
                         "hamming_distance": 0,
                         "confidence": 1.0,
@@ -77,6 +78,7 @@ def test_a_block_is_found_behind_another_prefix(indexer: Indexer) -> None:
                 "mean_confidence": 1.0,
             }
         ],
+        "owners": [],
         "shared_prefix_hash": f"{hash_of(C):016x}",
     }
 

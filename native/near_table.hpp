@@ -286,8 +286,7 @@ inline void NearTable::drop_node(Bucket& bucket, uint32_t index) {
 // -- words: the first node of a bucket is the one that is not full
 
 inline void NearTable::add_word(WordNode& head, uint32_t word) {
-  uint32_t lane = 0;
-  while (lane < WordNode::kWords && head.words[lane] != 0) ++lane;
+  uint32_t lane = words_in(head);
   if (lane == WordNode::kWords) {
     const uint32_t full = words_.take();
     words_.at(full) = head;
@@ -299,8 +298,7 @@ inline void NearTable::add_word(WordNode& head, uint32_t word) {
 }
 
 inline void NearTable::erase_word(WordNode& head, uint32_t word) {
-  uint32_t last = 0;
-  while (last + 1 < WordNode::kWords && head.words[last + 1] != 0) ++last;
+  const uint32_t last = words_in(head) - 1;
   for (WordNode* node = &head;; node = &words_.at(node->next)) {
     uint32_t* const found = std::find(node->words, node->words + WordNode::kWords, word);
     if (found == node->words + WordNode::kWords) {

@@ -188,15 +188,32 @@ class FuzzyIndex:
     def insert_hashed(self, context: int, prefix_hashes: bytes, contents: bytes) -> int: ...
     def remove(self, context: int, prefix_hashes: bytes) -> None: ...
     def prefixes(self, context: int) -> bytes: ...
-    def exact(self, context: int, token_ids: bytes, matches_max: int) -> bytes: ...
-    def near(
-        self, context: int, token_ids: bytes, offsets: bytes, distance_max: int, matches_max: int
-    ) -> bytes: ...
+    def exact(
+        self, context: int, token_ids: bytes, matches_max: int, window: int, windows_max: int
+    ) -> tuple[bytes, int]:
+        """Of the windows from `window` on, at most so many of them and about as many matches; and the next window."""
+
     @staticmethod
     def select(weights: bytes, block_size: int) -> bytes:
         """uint32 offsets of windows that do not overlap, with the largest sum of uint32 weights (0: never)."""
 
     def statistics(self) -> tuple[int, int, int, int, int, int, int]: ...
+
+class NearQuery:
+    def __init__(
+        self,
+        index: FuzzyIndex,
+        context: int,
+        token_ids: bytes,
+        offsets: bytes,
+        distance_max: int,
+        matches_max: int,
+    ) -> None: ...
+    def step(self, asks_max: int) -> bool:
+        """A slice of the search; true when it is done."""
+
+    def take(self, matches_max: int) -> tuple[bytes, bool]:
+        """Behind the last step: the next matches, about so many; and whether they are the last."""
 
 # -- wire: raw spans of msgpack or JSON to buffers (native/wire.hpp)
 

@@ -193,6 +193,11 @@ class Settings(BaseSettings):
         description="Stored blocks that `/v1/fuzzy-match` considers for one place of a prompt, the best first.",
     )
 
+    fuzzy_queue_max: int = Field(
+        64,
+        ge=1,
+        description="Prompts of `/v1/fuzzy-match` that are under way or wait for their turn; past it 503.",
+    )
     owners_max: int = Field(
         10_000,
         ge=1,

@@ -128,6 +128,7 @@ _PART_GAUGES = {
         "unswept": "Removed blocks that are not swept yet",
         "crowded": "Contents that only exact matches find: too many others are nearly the same",
         "bytes": "Memory of all this in bytes",
+        "asked": "Fuzzy matches that are under way or wait for their turn",
     },
     "owners": {
         "known": "Owners that blocks were stored for",
@@ -165,6 +166,7 @@ _PART_COUNTERS = {
         "asked_tokens": "Tokens of the prompts that were asked about",
         "reusable_tokens": "Those of them that are held somewhere, exactly or nearly",
         "candidates_dropped": "Stored blocks, at the least, left out of answers: fuzzy_candidates_max",
+        "refused": "Fuzzy matches refused: fuzzy_queue_max",
     },
     "owners": {
         "refused": "Batches refused for a new owner: owners_max",

@@ -16,7 +16,7 @@ import statistics
 import struct
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
 
 from app import _native
 from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits, Window
@@ -123,13 +123,24 @@ def measure_queries(index: FuzzyIndex, name: str, prompt: bytes, simhashes: byte
             for query, place in struct.iter_unpack("<II", hits)
         }
         # Also what was removed and is not swept yet is in the tables: none of it may show.
-        rows = index._core.near(CONTEXT, prompt, offsets.tobytes(), DISTANCE, 256)
+        query = _native.NearQuery(index.core, CONTEXT, prompt, offsets.tobytes(), DISTANCE, 256)
+        assert query.step(2**60)
+        rows, done = b"", False
+        while not done:
+            more, done = query.take(2**60)
+            rows += more
         assert near_offsets(rows) == expected, "the index finds what the scan finds"
         ask = index.grid if mode == "grid" else index.sliding
         best, median = rounds_ms(rounds, lambda ask=ask: ask(CONTEXT, prompt, DISTANCE, everything))  # type: ignore[misc]
         print(
             f"{mode:8} {name}: {len(offsets)} windows, {best:.2f} ms best, {median:.2f} median; "
             f"linear scan {scan_ms:.0f} ms, {scan_ms / best:.0f} times as long; {len(expected)} near"
+        )
+        slices = index.grid_slices if mode == "grid" else index.sliding_slices
+        longest = [longest_slice_ms(slices(CONTEXT, prompt, DISTANCE, everything)) for _ in range(rounds)]
+        print(
+            f"         in {longest[0][1]} slices, the longest {statistics.median(ms for ms, _ in longest):.2f} ms "
+            f"(median of {rounds} rounds), {min(longest)[0]:.2f} at best"
         )
 
 
@@ -141,6 +152,21 @@ def measure_removal(index: FuzzyIndex, hashes: bytes) -> None:
     removed_s = time.perf_counter() - begin
     assert len(index.prefix_hashes(CONTEXT)) == len(hashes) // 8 - blocks
     print(f"remove       {removed_s / blocks * 1e9:7.0f} ns a block, a quarter of all, sweep included")
+
+
+def longest_slice_ms(slices: Generator[None, None, list[Window]]) -> tuple[float, int]:
+    """How long others wait at the most, and the number of slices."""
+    longest, count = 0.0, 0
+    done = False
+    while not done:
+        begin = time.perf_counter()
+        try:
+            next(slices)
+        except StopIteration:
+            done = True
+        longest = max(longest, time.perf_counter() - begin)
+        count += 1
+    return longest * 1e3, count
 
 
 # -- distances

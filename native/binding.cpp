@@ -372,14 +372,11 @@ void bind_fuzzy(nb::module_& m) {
       .def("prefixes",
            [](FuzzyIndex& self, uint32_t context) { return bytes_of_values(self.prefixes(context)); })
       .def("exact",
-           [](FuzzyIndex& self, uint32_t context, const nb::bytes& tokens, size_t matches_max) {
-             return bytes_of_values(self.exact(context, data_of(tokens), tokens.size() / 4, matches_max));
-           })
-      .def("near",
-           [](FuzzyIndex& self, uint32_t context, const nb::bytes& tokens, const nb::bytes& offsets,
-              unsigned distance_max, size_t matches_max) {
-             return bytes_of_values(self.near(context, data_of(tokens), tokens.size() / 4, halves_of(offsets),
-                                              distance_max, matches_max));
+           [](FuzzyIndex& self, uint32_t context, const nb::bytes& tokens, size_t matches_max, size_t window,
+              size_t windows_max) {
+             const std::vector<FuzzyMatch> found =
+                 self.exact(context, data_of(tokens), tokens.size() / 4, matches_max, window, windows_max);
+             return std::pair(bytes_of_values(found), window);
            })
       .def_static("select",
                   [](const nb::bytes& weights, size_t block_size) {
@@ -389,6 +386,22 @@ void bind_fuzzy(nb::module_& m) {
         const FuzzyStatistics now = self.statistics();
         return std::tuple(now.contexts, now.blocks, now.chained, now.doomed, now.crowded, now.bytes,
                           now.matches_dropped);
+      });
+  nb::class_<NearQuery>(m, "NearQuery")
+      .def(
+          "__init__",
+          [](NearQuery* self, FuzzyIndex& index, uint32_t context, const nb::bytes& tokens,
+             const nb::bytes& offsets, unsigned distance_max, size_t matches_max) {
+            new (self) NearQuery(index, context, data_of(tokens), tokens.size() / 4, halves_of(offsets),
+                                 distance_max, matches_max);
+          },
+          "index"_a, "context"_a, "token_ids"_a, "offsets"_a, "distance_max"_a, "matches_max"_a,
+          nb::keep_alive<1, 2>())
+      .def("step", &NearQuery::step)
+      .def("take", [](NearQuery& self, size_t matches_max) {
+        bool done = false;
+        const std::vector<FuzzyMatch> found = self.take(matches_max, done);
+        return std::pair(bytes_of_values(found), done);
       });
 }
 

@@ -30,6 +30,7 @@
 
 #include "content_chains.hpp"
 #include "content_hash.hpp"
+#include "near_search.hpp"
 #include "near_table.hpp"
 #include "segmented_table.hpp"
 
@@ -61,11 +62,27 @@ class FuzzyContext {
   void prefetch(uint64_t simhash) const { current_->prefetch(simhash); }
   void prefetch_records(uint64_t simhash) const { current_->prefetch_records(simhash); }
 
-  // See NearTable::search.
+  const NearScans& scans() const { return *scans_; }
+  // Changes with whatever is stored or removed.
+  uint64_t version() const { return version_; }
+
+  // Where a search begins, and stands between its slices: `table` is the number of the one that it is in.
+  uint64_t first_table() const { return tables_ - (old_ ? 1 : 0); }
+  // A slice of a search of all tables (see NearSearch::run). Records move from a table to the next only, and
+  // that one is searched behind it: a record that is there all the while is found, though it may be twice.
   template <class Hit>
-  void search(std::span<const uint64_t> queries, unsigned distance_max, Hit hit) const {
-    current_->search(queries, distance_max, *scans_, hit);
-    if (old_) old_->search(queries, distance_max, *scans_, hit);
+  bool search(NearSearch& search, uint64_t& table, size_t asks_max, Hit hit) const {
+    while (true) {
+      const uint64_t oldest = first_table();
+      if (table < oldest || table > tables_) {  // all of it has moved, or this is another context
+        table = oldest;
+        search.restart();
+      }
+      if (!search.run(table == tables_ ? *current_ : *old_, asks_max, hit)) return false;
+      if (table == tables_) return true;
+      ++table;
+      search.restart();
+    }
   }
 
   // Calls visit(prefix) for `prefix`, unless it is 0, and all others of its content, leaving doomed ones out,
@@ -127,6 +144,8 @@ class FuzzyContext {
   const NearScans* scans_;
   RecordPool records_;
   std::unique_ptr<NearTable> current_, old_;
+  uint64_t tables_ = 1;  // so far: the number of current_
+  uint64_t version_ = 0;
   bool crowding_ = false;  // a bucket was full: grow early, that may spread its records
   uint32_t frontier_ = 0;  // buckets of old_ before it have been moved
   ContentChains chains_;
@@ -151,6 +170,7 @@ inline size_t FuzzyContext::bytes() const {
 
 // What a block needs is fetched from memory, step by step, some blocks ahead.
 inline size_t FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span<const ContentHash> hashes) {
+  ++version_;
   size_t added = 0;
   for (size_t begin = 0; begin < prefixes.size(); begin += kBatch) {
     const size_t end = std::min(begin + kBatch, prefixes.size());
@@ -211,6 +231,7 @@ inline void FuzzyContext::grow(size_t insertions) {
     crowding_ = false;
     old_ = std::move(current_);
     current_ = std::make_unique<NearTable>(bits + 1, records_);
+    ++tables_;
     frontier_ = 0;
     cursor_ = 0;  // what the sweep has not seen yet, it sees while it moves
   }
@@ -239,6 +260,7 @@ inline void FuzzyContext::insert_moved() {
 // -- removal
 
 inline void FuzzyContext::remove(std::span<const uint64_t> prefixes) {
+  ++version_;
   for (const uint64_t prefix : prefixes) {
     if (prefix == 0) continue;
     if (chains_.contains(prefix)) {

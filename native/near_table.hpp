@@ -142,7 +142,7 @@ class NearTable {
   // whose buckets are emptied one after the other, never to be filled again.
   void take_bucket(uint32_t bucket, std::vector<Record>& out);
 
-  // Calls hit(query, distance, record) once for every record within `distance_max` of every query.
+  // See NearSearch (near_search.hpp), which this is all of.
   template <class Hit>
   void search(std::span<const uint64_t> queries, unsigned distance_max, const NearScans& scans,
               Hit hit) const;
@@ -154,10 +154,8 @@ class NearTable {
   }
 
  private:
+  friend class NearSearch;
   using Radii = std::array<int, 3>;
-  static constexpr unsigned kRegionBits = 6;
-  static constexpr size_t kQueriesSorted = 64;  // with fewer, sorting them costs more than it saves
-
   size_t pages_for(size_t entry_bytes) const {
     return (buckets() * entry_bytes + Pages::kPageBytes - 1) / Pages::kPageBytes;
   }
@@ -313,47 +311,6 @@ inline void NearTable::erase_word(WordNode& head, uint32_t word) {
     const uint32_t emptied = head.next;
     head = words_.at(emptied);
     words_.give(emptied);
-  }
-}
-
-// -- search
-
-template <class Hit>
-void NearTable::search(std::span<const uint64_t> queries, unsigned distance_max, const NearScans& scans,
-                       Hit hit) const {
-  assert(distance_max <= kNearDistanceMax && "beyond distance 8 the radii would have to be larger than 2");
-  if (size_ == 0 || queries.empty()) return;
-  const Radii radii = radii_of(distance_max);
-  const unsigned region_bits = queries.size() < kQueriesSorted ? 0 : kRegionBits;
-  std::vector<uint32_t> keys(queries.size()), words(queries.size());
-  std::vector<Candidate> candidates;
-  for (unsigned table = 0; table < 3 && radii[table] >= 0; ++table) {
-    for (size_t i = 0; i < keys.size(); ++i) {
-      keys[i] = chunk(table, queries[i], bits_);
-      if (table != 0) words[i] = word_of(table, queries[i]);
-    }
-    VisitPlan plan(bits_, region_bits, radii[table], distance_max, keys);
-    for (uint32_t region = 0; region < plan.regions(); ++region) {
-      if (region_bits == 0)
-        plan.list_unsorted(region);
-      else
-        plan.list_sorted(region);
-      Asked asked{plan.visits(), plan.asks(), queries.data(), distance_max};
-      if (table != 0) {
-        scans.words({asked, heads(table), words_, words.data()}, candidates);
-        asked = plan.list_candidates(candidates, 32 - bits_, asked);
-      }
-      scans.records({asked, buckets_of_a(), *records_, words_}, candidates);
-      for (const Candidate& candidate : candidates) {
-        const Record found = record({candidate.bucket, candidate.word_or_slot});
-        const uint64_t difference = found.simhash ^ queries[candidate.query];
-        // Once: where the first table that leads to the record has it.
-        if (table != 0 && chunk(table, found.simhash, region_bits) != region) continue;
-        if (first_table(difference, radii) != table) continue;
-        hit(candidate.query, static_cast<unsigned>(std::popcount(difference)), found);
-      }
-      candidates.clear();
-    }
   }
 }
 

@@ -46,7 +46,7 @@ async def fuzzy_match(request: Request) -> Response:
         exclude=tuple(fields.exclude or ()),
         limit_per_block=fields.limit_per_block,
     )
-    return bodies.answer(request, _shown(fields, wiring.service.fuzzy.match(query)))
+    return bodies.answer(request, _shown(fields, await wiring.service.fuzzy.ask(query)))
 
 
 async def _token_ids(wiring: Wiring, fields: FuzzyFields, raw: bodies.Fields, notation: str) -> bytes:

@@ -16,9 +16,11 @@ from typing import Literal
 
 import msgspec
 
-from app.fuzzy.fuzzy_index import HASH_BITS, Window
+from app.fuzzy.fuzzy_index import HASH_BITS, Slices, Window
 
 Kind = Literal["exact", "near"]
+
+_HOLDINGS_A_SLICE = 512  # looked at, about, before others have their turn
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -125,11 +127,12 @@ def confidence(distance: int) -> float:
 
 def assemble(
     windows: Sequence[Window], holdings: Holdings, *, block_size: int, tokens: int, limit_per_block: int
-) -> FuzzyAnswer:
+) -> Slices[FuzzyAnswer]:
     """`windows` by offset, with usable matches only; `tokens` is the length of the prompt."""
     blocks = []
     of_pods: dict[str, list[int]] = {}
     of_owners: dict[str, list[int]] = {}
+    looked_at = 0
     for window in windows:
         matches = _matches_of(window, holdings)
         _add_nearest(of_pods, ((match.pod, match.hamming_distance) for match in matches))
@@ -143,6 +146,10 @@ def assemble(
                 matches=tuple(matches[:limit_per_block]),
             )
         )
+        looked_at += sum(len(holdings.of(match.prefix_hash)) for match in window.matches)
+        if looked_at >= _HOLDINGS_A_SLICE:
+            looked_at = 0
+            yield
     return FuzzyAnswer(
         tuple(blocks),
         merge_runs(blocks, block_size),

@@ -2,8 +2,17 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from app.fuzzy.answer import Holding, Holdings, OwnerSummary, PodSummary, Run, assemble, is_named
-from app.fuzzy.fuzzy_index import Match, Window
+from app.fuzzy.answer import (
+    FuzzyAnswer,
+    Holding,
+    Holdings,
+    OwnerSummary,
+    PodSummary,
+    Run,
+    assemble,
+    is_named,
+)
+from app.fuzzy.fuzzy_index import Match, Window, finish
 
 HELD = {
     1: [Holding("a"), Holding("b", 1)],
@@ -33,6 +42,14 @@ def test_an_agent_is_named_with_its_roles_and_no_other() -> None:
     assert not is_named("agent1", [])
 
 
+def assembled(
+    windows: Sequence[Window], held: Holdings, *, block_size: int, tokens: int, limit_per_block: int
+) -> FuzzyAnswer:
+    return finish(
+        assemble(windows, held, block_size=block_size, tokens=tokens, limit_per_block=limit_per_block)
+    )
+
+
 def test_what_nobody_left_holds_is_not_usable() -> None:
     assert holdings().usable({1, 2, 3, 4}) == {1, 2, 3}
     left = holdings("agent1", "agent10", "a")
@@ -52,7 +69,7 @@ def test_a_pod_counts_once_a_window_with_its_best_match() -> None:
     left = holdings()
     left.usable({1, 2, 3})
     window = Window(16, (Match(2, 0, True), Match(1, 3, False), Match(3, 8, False)))
-    answer = assemble([window], left, block_size=16, tokens=40, limit_per_block=10)
+    answer = assembled([window], left, block_size=16, tokens=40, limit_per_block=10)
     [block] = answer.blocks
     assert (block.block_index, block.token_offset, block.kind) == (1, 16, "exact")
     assert [(m.pod, m.dp_rank, m.cached_block_hash, m.kind) for m in block.matches] == [
@@ -69,7 +86,7 @@ def test_a_summary_counts_what_the_limit_hides() -> None:
     left = holdings()
     left.usable({1, 2, 3})
     windows = [Window(0, (Match(1, 0, True),)), Window(20, (Match(2, 4, False),))]
-    answer = assemble(windows, left, block_size=16, tokens=64, limit_per_block=1)
+    answer = assembled(windows, left, block_size=16, tokens=64, limit_per_block=1)
     assert [len(block.matches) for block in answer.blocks] == [1, 1]
     assert [block.block_index for block in answer.blocks] == [0, None]
     assert answer.pods == (
@@ -84,12 +101,12 @@ def test_neighbouring_blocks_of_one_kind_are_a_run() -> None:
     left.usable({1})
     exact, near = (Match(1, 0, True),), (Match(1, 2, False),)
     windows = [Window(3, exact), Window(7, exact), Window(11, near), Window(16, near), Window(20, near)]
-    answer = assemble(windows, left, block_size=4, tokens=24, limit_per_block=1)
+    answer = assembled(windows, left, block_size=4, tokens=24, limit_per_block=1)
     assert answer.runs == (Run(3, 8, "exact"), Run(11, 4, "near"), Run(16, 8, "near"))
 
 
 def test_nothing_found_is_an_empty_answer() -> None:
-    answer = assemble([], holdings(), block_size=16, tokens=5, limit_per_block=4)
+    answer = assembled([], holdings(), block_size=16, tokens=5, limit_per_block=4)
     assert (answer.blocks, answer.runs, answer.pods, answer.owners) == ((), (), (), ())
 
 
@@ -112,7 +129,7 @@ def test_owners_are_summed_up_over_all_pods() -> None:
     left = Holdings(lambda _: OWNED)
     left.usable({1, 2})
     windows = [Window(0, (Match(1, 0, True), Match(2, 2, False))), Window(16, (Match(2, 4, False),))]
-    answer = assemble(windows, left, block_size=16, tokens=64, limit_per_block=1)
+    answer = assembled(windows, left, block_size=16, tokens=64, limit_per_block=1)
     assert answer.blocks[0].matches[0].owners == ("agent1:system", "agent2")
     both = (2, 32, 0.5, (1 + 1 - 4 / 64) / 2)
     assert answer.owners == (

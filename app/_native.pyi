@@ -209,7 +209,7 @@ class NearQuery:
         distance_max: int,
         matches_max: int,
     ) -> None: ...
-    def step(self, asks_max: int) -> bool:
+    def step(self, work_max: int) -> bool:
         """A slice of the search; true when it is done."""
 
     def take(self, matches_max: int) -> tuple[bytes, bool]:

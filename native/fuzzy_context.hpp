@@ -71,14 +71,14 @@ class FuzzyContext {
   // A slice of a search of all tables (see NearSearch::run). Records move from a table to the next only, and
   // that one is searched behind it: a record that is there all the while is found, though it may be twice.
   template <class Hit>
-  bool search(NearSearch& search, uint64_t& table, size_t asks_max, Hit hit) const {
+  bool search(NearSearch& search, uint64_t& table, size_t work_max, Hit hit) const {
     while (true) {
       const uint64_t oldest = first_table();
       if (table < oldest || table > tables_) {  // all of it has moved, or this is another context
         table = oldest;
         search.restart();
       }
-      if (!search.run(table == tables_ ? *current_ : *old_, asks_max, hit)) return false;
+      if (!search.run(table == tables_ ? *current_ : *old_, work_max, hit)) return false;
       if (table == tables_) return true;
       ++table;
       search.restart();

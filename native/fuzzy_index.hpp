@@ -137,8 +137,8 @@ class NearQuery {
             std::vector<uint32_t> offsets, unsigned distance_max, size_t matches_max);
   NearQuery(const NearQuery&) = delete;
 
-  // Goes on for about `asks_max` asks; true when all is found.
-  bool step(size_t asks_max);
+  // Goes on for about `work_max` (see NearSearch::run); true when all is found.
+  bool step(size_t work_max);
   // Behind the last step: the matches of the next windows, about `matches_max` in all. `done` tells that
   // there are no more.
   std::vector<FuzzyMatch> take(size_t matches_max, bool& done);
@@ -218,11 +218,11 @@ inline std::vector<uint64_t> NearQuery::simhashes(const uint8_t* tokens, size_t 
   return found;
 }
 
-inline bool NearQuery::step(size_t asks_max) {
+inline bool NearQuery::step(size_t work_max) {
   const FuzzyContext* const from = context();
   if (from == nullptr) return true;
   return from->search(
-      *search_, table_, asks_max, [&](uint32_t window, unsigned distance, const Record& record) {
+      *search_, table_, work_max, [&](uint32_t window, unsigned distance, const Record& record) {
         std::vector<FuzzyIndex::Near>& list = found_[window];
         list.push_back(
             {record.simhash, record.content, record.prefix, distance, record.content == contents_[window]});

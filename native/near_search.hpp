@@ -37,17 +37,17 @@ class NearSearch {
     plan_.reset();
   }
 
-  // Goes on until about `asks_max` asks are done or, then it returns true, all. `table` is the one of the
+  // Goes on until about `work_max` asks are done or, then it returns true, all. `table` is the one of the
   // slices before. Calls hit(query, distance, record) once for every record within `distance_max` of every
   // query.
   template <class Hit>
-  bool run(const NearTable& table, size_t asks_max, Hit hit) {
+  bool run(const NearTable& table, size_t work_max, Hit hit) {
     if (table.size() == 0 || queries_.empty()) return true;
-    for (size_t asks = 0; table_ < 3 && radii_[table_] >= 0;) {
+    for (size_t work = 0; table_ < 3 && radii_[table_] >= 0;) {
       if (!plan_) plan(table);
       for (; region_ < plan_->regions(); ++region_) {
-        if (asks >= asks_max) return false;
-        asks += search_region(table, hit);
+        if (work >= work_max) return false;
+        work += search_region(table, hit);
       }
       plan_.reset();
       ++table_;
@@ -57,6 +57,7 @@ class NearSearch {
 
  private:
   static constexpr unsigned kRegionBits = 6;
+  static constexpr size_t kWorkPerVisit = 6;
   static constexpr size_t kQueriesSorted = 64;  // with fewer, sorting them costs more than it saves
 
   void plan(const NearTable& table) {
@@ -68,7 +69,7 @@ class NearSearch {
     region_ = 0;
   }
 
-  // Returns the number of asks.
+  // Returns the work that it was.
   template <class Hit>
   size_t search_region(const NearTable& table, Hit& hit) {
     if (region_bits_ == 0)
@@ -76,7 +77,7 @@ class NearSearch {
     else
       plan_->list_sorted(region_);
     Asked asked{plan_->visits(), plan_->asks(), queries_.data(), distance_max_};
-    const size_t asks = asked.asks.size();
+    const size_t work = asked.asks.size() + kWorkPerVisit * asked.visits.size();
     if (table_ != 0) {
       scans_->words({asked, table.heads(table_), table.words_, words_.data()}, candidates_);
       asked = plan_->list_candidates(candidates_, 32 - table.bits(), asked);
@@ -91,7 +92,7 @@ class NearSearch {
       hit(candidate.query, static_cast<unsigned>(std::popcount(difference)), found);
     }
     candidates_.clear();
-    return asks;
+    return work;
   }
 
   std::span<const uint64_t> queries_;

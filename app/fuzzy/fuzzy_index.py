@@ -42,7 +42,7 @@ HASH_BITS = 64
 _ROW = struct.Struct("<IHHQ")
 
 # What a slice of a question does at most, about: each is well below a millisecond of work.
-_ASKS_A_SLICE = 32_768
+_WORK_A_SLICE = 65_536  # of a search (native/near_search.hpp)
 _WINDOWS_A_SLICE = 1_024
 _MATCHES_A_SLICE = 512
 
@@ -215,7 +215,7 @@ class FuzzyIndex:
             max_distance,
             self._limits.matches_per_window_max,
         )
-        while not query.step(_ASKS_A_SLICE):
+        while not query.step(_WORK_A_SLICE):
             yield
         found: list[Window] = []
         done = False

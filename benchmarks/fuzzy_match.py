@@ -20,6 +20,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence, Set
 
 from app import _native
 from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits, Window
+from app.index.prefix_index import IndexLimits, PrefixIndex
 from benchmarks.edited_documents import Edits, documents, edit
 from benchmarks.measure import print_machine, resident_bytes
 
@@ -169,6 +170,53 @@ def longest_slice_ms(slices: Generator[None, None, list[Window]]) -> tuple[float
     return longest * 1e3, count
 
 
+# -- what it adds to the prefix index
+
+
+def measure_events(blocks: int) -> None:
+    """Two prefix indexes side by side, one with a fuzzy index: events of 256 new blocks, in turn; CPU time."""
+    limits = IndexLimits(prefixes_per_context_max=4 * blocks)
+    contents = FuzzyIndex(FuzzyLimits())
+    pair = (PrefixIndex(limits), PrefixIndex(limits, contents))
+    places = [(index, index.add_source(), index.context("m", None, BLOCK, 0)) for index in pair]
+    events = blocks // 256
+    spent: list[list[float]] = [[], []]
+    removed: list[list[float]] = [[], []]
+    for number in range(events):
+        hashes, tokens = event(number)
+        for which in (0, 1) if number % 2 else (1, 0):
+            index, source, context = places[which]
+            begin = time.thread_time()
+            index.store(
+                source, context, tier=0, group=0, engine_hashes=hashes, parent=None, token_ids=tokens,
+                extra_keys=None, now=0,
+            )  # fmt: skip
+            spent[which].append(time.thread_time() - begin)
+    assert contents.stats().blocks == events * 256
+    for number in range(0, events, 4):
+        hashes, _ = event(number)
+        for which in (0, 1):
+            index, source, _context = places[which]
+            begin = time.thread_time()
+            index.remove(source, tier=0, group=0, engine_hashes=hashes, now=0)
+            removed[which].append(time.thread_time() - begin)
+    assert len(contents.prefix_hashes(places[1][2])) == sum(256 for n in range(events) if n % 4)
+    print("events of 256 new blocks, CPU time a block, without and with:")
+    for label, times in (
+        ("store, from empty", spent),
+        ("store, the last fifth", [t[-events // 5 :] for t in spent]),
+    ):
+        without, beside = (sum(t) / len(t) / 256 * 1e9 for t in times)
+        print(f"  {label:22} {without:5.0f} ns, {beside:5.0f} ns: {beside - without:4.0f} more")
+    without, beside = (sum(t) / len(t) / 256 * 1e9 for t in removed)
+    print(f"  {'remove, a quarter':22} {without:5.0f} ns, {beside:5.0f} ns: {beside - without:4.0f} more")
+
+
+def event(number: int) -> tuple[bytes, bytes]:
+    chance = random.Random(number)
+    return chance.randbytes(256 * 8), chance.randbytes(256 * BLOCK * 4)
+
+
 # -- distances
 
 
@@ -308,6 +356,7 @@ def main() -> None:
     print_machine()
     print(f"load {os.getloadavg()[0]:.1f}; {arguments.blocks} blocks of {BLOCK} tokens, distance {DISTANCE}")
     measure_cost(arguments.blocks, arguments.rounds)
+    measure_events(arguments.blocks)
     measure_distances()
     measure_documents()
 

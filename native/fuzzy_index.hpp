@@ -84,6 +84,12 @@ class FuzzyIndex {
     bury();
     contexts_.at(id)->remove(prefixes);
   }
+  // A slice of upkeep, for a timer.
+  void tend() {
+    bury();
+    for (const auto& [id, context] : contexts_)
+      if (context->tend()) return;
+  }
   // For tests and dumps.
   std::vector<uint64_t> prefixes(uint32_t id) { return contexts_.at(id)->prefixes(); }
 

@@ -100,7 +100,7 @@ def test_finds_everything_within_the_distance_among_edited_blocks(max_distance: 
     pair.check_grid(list(originals[0]), max_distance)
 
 
-@pytest.mark.parametrize("scans", [0, 1, 2])
+@pytest.mark.parametrize("scans", [0, 1, 2, 3])
 @pytest.mark.parametrize("queries", [1, 63, 64, 200])
 def test_few_and_many_windows_are_answered_alike_by_every_scan(queries: int, scans: int) -> None:
     chance = random.Random(queries)

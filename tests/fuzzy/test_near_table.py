@@ -67,7 +67,7 @@ def test_every_split_of_the_distance_over_the_chunks_is_found(bits: int, queries
         assert hits == expected(stored, queries, max_distance), f"within {max_distance}, each once"
 
 
-@pytest.mark.parametrize("scans", [0, 1, 2])
+@pytest.mark.parametrize("scans", [0, 1, 2, 3])
 def test_equal_simhashes_and_shared_chunks_are_found_once_each(scans: int) -> None:
     """Crowds: the same SimHash, the same chunk A with any B and C, the same B with any other."""
     chance = random.Random(3)

@@ -296,9 +296,8 @@ std::vector<uint32_t> halves_of(const nb::bytes& buffer) {
 
 // A NearTable alone: tests choose SimHashes that no tokens are known for.
 struct LoneTable {
-  RecordPool records;
   NearTable table;
-  explicit LoneTable(unsigned bits) : table(bits, records) {}
+  explicit LoneTable(unsigned bits) : table(bits) {}
   LoneTable(const LoneTable&) = delete;
 };
 
@@ -307,9 +306,14 @@ void bind_near_table(nb::module_& m) {
       .def(nb::init<unsigned>(), "bits"_a)
       .def("insert",
            [](LoneTable& self, const nb::bytes& simhashes) {
-             uint64_t number = 0;
+             uint64_t number = self.table.size();
              for (const uint64_t simhash : words_of(simhashes))
                self.table.insert({simhash, ++number, number});
+           })
+      .def("split",
+           [](LoneTable& self, size_t buckets) {
+             self.table.split(buckets);
+             return std::pair(self.table.bits(), self.table.frontier());
            })
       .def(
           "search",

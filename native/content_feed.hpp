@@ -41,9 +41,6 @@ class ContentFeed {
     context_ = context;
     died_.push_back(prefix);
   }
-  void tend() {
-    if (index_ != nullptr) index_->tend();
-  }
   void flush() {
     hash_tokens();
     if (!born_.empty()) index_->insert(context_, born_, hashes_);

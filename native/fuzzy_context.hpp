@@ -3,10 +3,8 @@
 // A content (block_size tokens) is a record in a NearTable: SimHash, content hash, prefix hash of one block
 // that has it. Further prefixes of the content are a chain (content_chains.hpp).
 //
-// Growth. When a bucket holds 48 records on average a table of twice as many buckets takes over, and every
-// insertion moves a few buckets of the old one; until that is done both are searched. No call moves more than
-// it inserts, times eight and a bucket; `tend` moves some when nothing else happens. Faster than it must be,
-// because two tables are twice the time of a search and a fifth more memory.
+// Growth. A bucket holds kRecordsPerBucket records on average: an insertion that makes them more splits the
+// next bucket, never more than a few for each that it inserts.
 //
 // Removal. Only the prefix hash is known then, and a table from prefix to record would cost 5 bytes a block
 // and a fifth of the time of an insertion. So a prefix is put down as doomed, which hides it from every
@@ -27,6 +25,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "content_chains.hpp"
@@ -40,14 +39,12 @@ namespace kvindexer {
 class FuzzyContext {
  public:
   FuzzyContext(size_t block_size, size_t shingle, const NearScans& scans)
-      : block_size_(block_size), shingle_(shingle), scans_(&scans) {
-    current_ = std::make_unique<NearTable>(NearTable::kBitsMin, records_);
-  }
+      : block_size_(block_size), shingle_(shingle), scans_(&scans), table_(NearTable::kBitsMin) {}
 
   size_t block_size() const { return block_size_; }
   size_t shingle() const { return shingle_; }
   // Blocks with an entry, doomed ones too.
-  size_t size() const { return current_->size() + (old_ ? old_->size() : 0) + chains_.size(); }
+  size_t size() const { return table_.size() + chains_.size(); }
   size_t doomed() const { return doomed_[0].prefixes.size() + doomed_[1].prefixes.size(); }
   size_t crowded() const { return chains_.crowded(); }
   size_t chained() const { return chains_.size(); }
@@ -60,37 +57,17 @@ class FuzzyContext {
 
   // One prefix of the content, which may be doomed, or 0.
   uint64_t find_exact(uint64_t simhash, uint64_t content);
-  void prefetch(uint64_t simhash) const { current_->prefetch(simhash); }
-  void prefetch_records(uint64_t simhash) const { current_->prefetch_records(simhash); }
+  void prefetch(uint64_t simhash) const { table_.prefetch(simhash); }
+  void prefetch_records(uint64_t simhash) const { table_.prefetch_records(simhash); }
 
   const NearScans& scans() const { return *scans_; }
   // Changes with whatever is stored or removed.
   uint64_t version() const { return version_; }
 
-  // Where a search begins, and stands between its slices: `table` is the number of the one that it is in.
-  uint64_t first_table() const { return tables_ - (old_ ? 1 : 0); }
-  // A slice of a search of all tables (see NearSearch::run). Records move from a table to the next only, and
-  // that one is searched behind it: a record that is there all the while is found, though it may be twice.
+  // A slice of a search (see NearSearch::run).
   template <class Hit>
-  bool search(NearSearch& search, uint64_t& table, size_t work_max, Hit hit) const {
-    while (true) {
-      const uint64_t oldest = first_table();
-      if (table < oldest || table > tables_) {  // all of it has moved, or this is another context
-        table = oldest;
-        search.restart();
-      }
-      if (!search.run(table == tables_ ? *current_ : *old_, work_max, hit)) return false;
-      if (table == tables_) return true;
-      ++table;
-      search.restart();
-    }
-  }
-
-  // A slice of a growth that is under way; false when none is.
-  bool tend() {
-    if (!old_) return false;
-    grow(kTended);
-    return true;
+  bool search(NearSearch& search, size_t work_max, Hit hit) const {
+    return search.run(table_, work_max, hit);
   }
 
   // Calls visit(prefix) for `prefix`, unless it is 0, and all others of its content, leaving doomed ones out,
@@ -104,12 +81,12 @@ class FuzzyContext {
   bool dismantle();
 
  private:
-  static constexpr size_t kRecordsPerBucket = 48;
+  static constexpr size_t kRecordsPerBucket = 32;
   static constexpr size_t kRecordsPerBucketCrowded = 8;
   static constexpr size_t kBucketRecordsMax = 1'024;
   static constexpr size_t kVisitsPerRemoval = 16;
-  static constexpr size_t kMovesPerInsertion = 8;
-  static constexpr size_t kTended = 128;  // insertions' worth
+  static constexpr size_t kInsertionsPerSplit = 4;  // at the least
+  static constexpr size_t kSplitsMin = 8;           // together they are cheaper than one by one
   static constexpr size_t kBatch = 128;
   static constexpr size_t kLag = 6;
 
@@ -144,31 +121,25 @@ class FuzzyContext {
   std::optional<Record> survivor_of(const Record& record);
 
   void grow(size_t insertions);
-  void insert_moved();
   void sweep(size_t visits_max);
-  void sweep_bucket(NearTable& table, uint32_t bucket);
+  void sweep_bucket(uint32_t bucket);
 
   size_t block_size_;
   size_t shingle_;
   const NearScans* scans_;
-  RecordPool records_;
-  std::unique_ptr<NearTable> current_, old_;
-  uint64_t tables_ = 1;  // so far: the number of current_
+  NearTable table_;
   uint64_t version_ = 0;
-  bool crowding_ = false;  // a bucket was full: grow early, that may spread its records
-  uint32_t frontier_ = 0;  // buckets of old_ before it have been moved
+  unsigned bits_early_ = 0;  // a bucket was full: grow early up to so many bits, that may spread its records
   ContentChains chains_;
   // [0]: the pass of the sweep that is under way sees all of their records; [1]: the next one will.
   std::array<Doom, 2> doomed_;
-  uint32_t cursor_ = 0;  // of the sweep: buckets of current_, then those of old_
+  uint32_t cursor_ = 0;  // of the sweep: the leading kBitsMax bits of chunk A where it stands
   std::vector<Pages> trash_;
-  std::vector<Record> moving_;
+  bool released_ = false;  // it is taken apart
 };
 
 inline size_t FuzzyContext::bytes() const {
-  size_t bytes = records_.bytes() + chains_.bytes();
-  for (const std::unique_ptr<NearTable>* table : {&current_, &old_})
-    if (*table) bytes += (*table)->bytes();  // none is left of a context that is taken apart
+  size_t bytes = table_.bytes() + chains_.bytes();
   for (const Doom& doomed : doomed_)
     bytes += doomed.prefixes.bytes() + doomed.bitmap.capacity() * sizeof(uint64_t);
   for (const Pages& pages : trash_) bytes += pages.bytes();
@@ -184,17 +155,12 @@ inline size_t FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span
   for (size_t begin = 0; begin < prefixes.size(); begin += kBatch) {
     const size_t end = std::min(begin + kBatch, prefixes.size());
     for (size_t i = begin; i < end + 3 * kLag; ++i) {
-      if (i < end) {
-        current_->prefetch(hashes[i].simhash);
-        if (old_) old_->prefetch(hashes[i].simhash);
-      }
+      if (i < end) table_.prefetch(hashes[i].simhash);
       if (i >= begin + kLag && i - kLag < end) {
-        current_->prefetch_insertion(hashes[i - kLag].simhash);
-        if (old_) old_->prefetch_words(hashes[i - kLag].simhash);
+        table_.prefetch_insertion(hashes[i - kLag].simhash);
       }
       if (i >= begin + 2 * kLag && i - 2 * kLag < end) {
-        current_->prefetch_more_words(hashes[i - 2 * kLag].simhash);
-        if (old_) old_->prefetch_more_words(hashes[i - 2 * kLag].simhash);
+        table_.prefetch_more_words(hashes[i - 2 * kLag].simhash);
       }
       if (i >= begin + 3 * kLag) added += insert_block(prefixes[i - 3 * kLag], hashes[i - 3 * kLag]);
     }
@@ -208,62 +174,30 @@ inline bool FuzzyContext::insert_block(uint64_t prefix, const ContentHash& hash)
   if (prefix == 0) return false;
   const bool revived = doomed() != 0 && revive(prefix);  // its record, if any, is found below
   std::optional<RecordPlace> place;
-  NearTable* table = current_.get();
-  if (table->may_contain(simhash)) place = table->find(simhash, content);
-  if (!place && old_ && old_->bucket_of(simhash) >= frontier_) {
-    table = old_.get();
-    if (table->may_contain(simhash)) place = table->find(simhash, content);
-  }
+  if (table_.may_contain(simhash)) place = table_.find(simhash, content);
   if (place) {
-    if (table->record(*place).prefix == prefix) return revived;
+    if (table_.prefix(*place) == prefix) return revived;
     if (chains_.contains(prefix)) return false;
     chains_.add(content, prefix, false);
     return true;
   }
-  const bool full = current_->bucket_size(current_->bucket_of(simhash)) >= kBucketRecordsMax;
-  crowding_ |= full;
+  const bool full = table_.bucket_size(table_.bucket_of(simhash)) >= kBucketRecordsMax;
+  if (full) bits_early_ = table_.bits() + 1;
   if (full || (chains_.crowded() != 0 && chains_.first(content) != 0)) {
     if (chains_.contains(prefix)) return false;
     chains_.add(content, prefix, true);
     return true;
   }
-  current_->insert({simhash, content, prefix});
+  table_.insert({simhash, content, prefix});
   return true;
 }
 
 inline void FuzzyContext::grow(size_t insertions) {
-  if (!trash_.empty()) trash_.pop_back();
-  if (!old_) {
-    const unsigned bits = current_->bits();
-    const size_t load_max = crowding_ ? kRecordsPerBucketCrowded : kRecordsPerBucket;
-    if (bits == NearTable::kBitsMax || current_->size() <= load_max << bits) return;
-    crowding_ = false;
-    old_ = std::move(current_);
-    current_ = std::make_unique<NearTable>(bits + 1, records_);
-    ++tables_;
-    frontier_ = 0;
-    cursor_ = 0;  // what the sweep has not seen yet, it sees while it moves
-  }
-  moving_.clear();
-  const size_t moves_max = insertions * kMovesPerInsertion;
-  for (size_t i = 0; i + moving_.size() < moves_max && frontier_ < old_->buckets(); ++i) {
-    old_->prefetch_bucket(frontier_ + 2);
-    old_->take_bucket(frontier_++, moving_);
-  }
-  insert_moved();
-  if (frontier_ < old_->buckets()) return;
-  old_->release_into(trash_);
-  old_.reset();
-}
-
-inline void FuzzyContext::insert_moved() {
-  for (size_t i = 0; i < moving_.size() + 2 * kLag; ++i) {
-    if (i < moving_.size()) current_->prefetch(moving_[i].simhash);
-    if (i >= kLag && i - kLag < moving_.size()) current_->prefetch_tail(moving_[i - kLag].simhash);
-    if (i >= 2 * kLag)
-      if (const std::optional<Record> survivor = survivor_of(moving_[i - 2 * kLag]))
-        current_->insert(*survivor);
-  }
+  if (table_.bits() == NearTable::kBitsMax) return;
+  const size_t load = table_.bits() < bits_early_ ? kRecordsPerBucketCrowded : kRecordsPerBucket;
+  if (table_.size() < load * (table_.buckets() + kSplitsMin)) return;
+  const size_t splits = table_.size() / load - table_.buckets();
+  table_.split(std::min(splits, kSplitsMin + insertions / kInsertionsPerSplit));
 }
 
 // -- removal
@@ -303,43 +237,39 @@ inline std::optional<Record> FuzzyContext::survivor_of(const Record& record) {
   return Record{record.simhash, record.content, heir};
 }
 
+// In the order of chunk A, which splits do not change: whatever is split meanwhile, a pass sees every record.
 inline void FuzzyContext::sweep(size_t visits_max) {
   for (size_t visits = 0; visits < visits_max && doomed() != 0;) {
     if (cursor_ == 0 && doomed_[0].prefixes.size() == 0) std::swap(doomed_[0], doomed_[1]);
-    if (cursor_ < current_->buckets()) {
-      visits += 1 + current_->bucket_size(cursor_);
-      sweep_bucket(*current_, cursor_++);
-      continue;
-    }
-    const uint32_t old_bucket = cursor_ - current_->buckets();
-    if (old_ && old_bucket < old_->buckets()) {
-      visits += 1 + old_->bucket_size(old_bucket);
-      sweep_bucket(*old_, old_bucket);
-      ++cursor_;
-      continue;
-    }
+    const unsigned below = NearTable::kBitsMax - table_.bits();
+    const uint32_t leading = cursor_ >> below;
+    const uint32_t ahead = (leading + 2) & ((1u << table_.bits()) - 1);
+    table_.for_buckets(ahead, [&](uint32_t bucket) { table_.prefetch_prefixes(bucket); });
+    table_.for_buckets(leading, [&](uint32_t bucket) {
+      visits += 1 + table_.bucket_size(bucket);
+      sweep_bucket(bucket);
+    });
+    cursor_ = (leading + 1) << below;
+    if (cursor_ >> NearTable::kBitsMax == 0) continue;
     cursor_ = 0;
     doomed_[0].prefixes = {};  // never were there, or have been revived
   }
 }
 
-inline void FuzzyContext::sweep_bucket(NearTable& table, uint32_t bucket) {
-  table.prefetch_prefixes(bucket + 2);
-  for (uint32_t slot = table.bucket_size(bucket); slot-- > 0;) {
-    if (!is_doomed(table.prefix({bucket, slot}))) continue;
-    if (const std::optional<Record> survivor = survivor_of(table.record({bucket, slot})))
-      table.set_prefix({bucket, slot}, survivor->prefix);
+inline void FuzzyContext::sweep_bucket(uint32_t bucket) {
+  for (uint32_t slot = table_.bucket_size(bucket); slot-- > 0;) {
+    if (!is_doomed(table_.prefix({bucket, slot}))) continue;
+    if (const std::optional<Record> survivor = survivor_of(table_.record({bucket, slot})))
+      table_.set_prefix({bucket, slot}, survivor->prefix);
     else
-      table.erase({bucket, slot});
+      table_.erase({bucket, slot});
   }
 }
 
 // -- queries
 
 inline uint64_t FuzzyContext::find_exact(uint64_t simhash, uint64_t content) {
-  if (const auto place = current_->find(simhash, content)) return current_->record(*place).prefix;
-  if (old_)
-    if (const auto place = old_->find(simhash, content)) return old_->record(*place).prefix;
+  if (const auto place = table_.find(simhash, content)) return table_.prefix(*place);
   return chains_.crowded() != 0 ? chains_.first(content) : 0;
 }
 
@@ -352,25 +282,19 @@ void FuzzyContext::for_prefixes(uint64_t prefix, uint64_t content, Visit visit) 
 
 inline std::vector<uint64_t> FuzzyContext::prefixes() {
   std::vector<uint64_t> found;
-  for (const NearTable* table : {current_.get(), old_.get()}) {
-    if (table == nullptr) continue;
-    for (uint32_t bucket = 0; bucket < table->buckets(); ++bucket)
-      for (uint32_t slot = 0; slot < table->bucket_size(bucket); ++slot) {
-        const uint64_t prefix = table->record({bucket, slot}).prefix;
+  for (uint32_t leading = 0; leading < 1u << table_.bits(); ++leading)
+    table_.for_buckets(leading, [&](uint32_t bucket) {
+      for (uint32_t slot = 0; slot < table_.bucket_size(bucket); ++slot) {
+        const uint64_t prefix = table_.prefix({bucket, slot});
         if (!is_doomed(prefix)) found.push_back(prefix);
       }
-  }
+    });
   chains_.for_each([&](uint64_t prefix) { found.push_back(prefix); });
   return found;
 }
 
 inline bool FuzzyContext::dismantle() {
-  for (std::unique_ptr<NearTable>* table : {&old_, &current_})
-    if (*table) {
-      (*table)->release_into(trash_);
-      table->reset();
-      records_.release_into(trash_);
-    }
+  if (!std::exchange(released_, true)) table_.release_into(trash_);
   if (!trash_.empty()) {
     trash_.pop_back();
     return false;

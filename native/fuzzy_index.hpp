@@ -84,12 +84,6 @@ class FuzzyIndex {
     bury();
     contexts_.at(id)->remove(prefixes);
   }
-  // A slice of upkeep, for a timer.
-  void tend() {
-    bury();
-    for (const auto& [id, context] : contexts_)
-      if (context->tend()) return;
-  }
   // For tests and dumps.
   std::vector<uint64_t> prefixes(uint32_t id) { return contexts_.at(id)->prefixes(); }
 
@@ -166,7 +160,7 @@ class NearQuery {
   std::vector<uint64_t> simhashes_, contents_;
   std::vector<std::vector<FuzzyIndex::Near>> found_;  // by window
   std::unique_ptr<NearSearch> search_;
-  uint64_t table_ = 0, version_ = 0;
+  uint64_t version_ = 0;
   size_t taken_ = 0;  // windows
 };
 
@@ -207,7 +201,6 @@ inline NearQuery::NearQuery(FuzzyIndex& index, uint32_t id, const uint8_t* token
   for (size_t i = 0; i < offsets_.size(); ++i)
     contents_[i] = xxh64(tokens + 4 * size_t{offsets_[i]}, context.block_size() * 4, 0);
   search_ = std::make_unique<NearSearch>(simhashes_, distance_max, context.scans());
-  table_ = context.first_table();
   version_ = context.version();
 }
 
@@ -227,13 +220,12 @@ inline std::vector<uint64_t> NearQuery::simhashes(const uint8_t* tokens, size_t 
 inline bool NearQuery::step(size_t work_max) {
   const FuzzyContext* const from = context();
   if (from == nullptr) return true;
-  return from->search(
-      *search_, table_, work_max, [&](uint32_t window, unsigned distance, const Record& record) {
-        std::vector<FuzzyIndex::Near>& list = found_[window];
-        list.push_back(
-            {record.simhash, record.content, record.prefix, distance, record.content == contents_[window]});
-        if (list.size() >= 2 * matches_max_ + 16) trim(list);
-      });
+  return from->search(*search_, work_max, [&](uint32_t window, unsigned distance, const Record& record) {
+    std::vector<FuzzyIndex::Near>& list = found_[window];
+    list.push_back(
+        {record.simhash, record.content, record.prefix, distance, record.content == contents_[window]});
+    if (list.size() >= 2 * matches_max_ + 16) trim(list);
+  });
 }
 
 inline std::vector<FuzzyMatch> NearQuery::take(size_t matches_max, bool& done) {

@@ -4,16 +4,22 @@
 // CVPR 2012). The 64 bits are cut in three chunks A, B, C of 21, 21 and 22 bits, and there is a table for
 // each. Were chunk i at a distance above r[i] for every i, the sum would be at least the sum of r[i] + 1; so
 // with that sum d + 1 (r = 2, 2, 2 for d = 8), whatever is within d is within r[i] in some chunk i, and
-// looking there finds all. A table is addressed by the leading `bits` bits of its chunk only: being within
-// r[i] in the chunk implies being within r[i] in part of it.
+// looking there finds all. A table is addressed by some leading bits of its chunk only: being within r[i] in
+// the chunk implies being within r[i] in part of it.
 //
 // What keeps it small: a record is stored once, in its bucket of table A (24 bytes and its share of a
-// half-empty node). Tables B and C hold one 32-bit word each, which is a reference and a filter in one:
-//   [bucket in A: `bits`] [leading bits of the third chunk: 31 - `bits`] [1]
-// The bucket in A is the leading bits of chunk A, so a word carries 31 bits of the SimHash beside those of
-// the bucket that it lies in; one word in a thousand gets as far as its bucket of A, which is then searched.
-// Words do not say where in that bucket the record lies, so records move in it freely, and equal words are as
-// good as each other.
+// half-empty node). Tables B and C hold one 32-bit word each, a reference and a filter in one:
+//   [leading bits of chunk A] [bits of the own chunk behind those of the bucket] [leading bits of the third]
+//   [1]
+// A word carries some 30 bits of the SimHash beside those of the bucket that it lies in; one word in a
+// thousand gets as far as its bucket of A, which is then searched. Words do not say where in that bucket the
+// record lies, so records move in it freely, and equal words are as good as each other.
+//
+// How it grows (linear hashing, Litwin 1980, in the order of the leading bits): buckets are split one after
+// the other, the same one in all three tables. Those before `frontier` have one bit of depth more than those
+// from it on; when all are split it begins anew. So there is never a second table to search, and memory
+// follows the number of records. A word has the next bits of its own chunk for that, and those of chunk A;
+// where they are used up (`kLayouts`) the split reads the records to make new words.
 //
 // What keeps it fast: queries are asked together. Region by region of a table, the buckets near to any query
 // are listed with the queries that ask there (a counting sort in the first-level cache), and every bucket is
@@ -45,57 +51,76 @@ struct RecordPlace {
   uint32_t slot;
 };
 
+// Which bits of a SimHash the words of a bucket have: so many leading ones of chunk A, then those of the own
+// chunk from `own_from` on to the same place, then leading ones of the third chunk; 31 in all. Good for
+// buckets of own_from up to chunk_a - 1 leading bits, and for the last split of those.
+struct WordLayout {
+  unsigned own_from;
+  unsigned chunk_a;
+  unsigned own() const { return chunk_a - own_from; }
+  unsigned third() const { return 31 - chunk_a - own(); }
+};
+inline constexpr std::array<WordLayout, 4> kLayouts = {{{6, 11}, {11, 14}, {14, 17}, {17, 20}}};
+
+inline const WordLayout& layout_of(unsigned bits) {
+  size_t i = 0;
+  while (i + 1 < kLayouts.size() && bits >= kLayouts[i + 1].own_from) ++i;
+  return kLayouts[i];
+}
+
 class NearTable {
  public:
   static constexpr unsigned kBitsMin = 6;
   static constexpr unsigned kBitsMax = 20;
 
-  // `records` is shared by the tables of one index, so that one can move its records to another.
-  NearTable(unsigned bits, RecordPool& records) : bits_(bits), records_(&records) {
+  explicit NearTable(unsigned bits) : bits_(bits) {
     assert(bits >= kBitsMin && bits <= kBitsMax && "a chunk has 21 bits, a region 64 buckets");
-    directory_.resize(pages_for(sizeof(Bucket)));
-    for (Pages& heads : heads_) heads.resize(pages_for(sizeof(WordNode)));
+    levels_[0].resize(bits);
   }
 
+  // Buckets from `frontier` on are addressed by so many leading bits, those before it by one more.
   unsigned bits() const { return bits_; }
-  uint32_t buckets() const { return 1u << bits_; }
+  uint32_t frontier() const { return frontier_; }
+  size_t buckets() const { return (size_t{1} << bits_) + frontier_; }
   size_t size() const { return size_; }
-  size_t bytes() const { return directory_.bytes() + heads_[0].bytes() + heads_[1].bytes() + words_.bytes(); }
-  uint32_t bucket_of(uint64_t simhash) const { return chunk(0, simhash, bits_); }
+  size_t bytes() const;
+
+  // A bucket's name: a 1 and its leading bits. Good until the next split.
+  uint32_t bucket_of(uint64_t simhash) const { return bucket_at(0, simhash); }
   uint32_t bucket_size(uint32_t bucket) const { return at(bucket).size; }
+  // Calls visit(bucket) for the one or two whose first `bits` bits are these.
+  template <class Visit>
+  void for_buckets(uint32_t leading, Visit visit) const {
+    if (leading >= frontier_) return visit(1u << bits_ | leading);
+    visit(2u << bits_ | 2 * leading);
+    visit(2u << bits_ | (2 * leading + 1));
+  }
 
   [[gnu::always_inline]] void prefetch(uint64_t simhash) const {
     __builtin_prefetch(&at(bucket_of(simhash)), 1);
     for (unsigned table = 1; table < 3; ++table)
-      __builtin_prefetch(heads(table) + chunk(table, simhash, bits_), 1);
+      __builtin_prefetch(&head(table, bucket_at(table, simhash)), 1);
+  }
+  [[gnu::always_inline]] void prefetch_simhashes(const Bucket& bucket) const {
+    for (uint32_t j = 0; j < Bucket::kInline && j * 8 < bucket.size; ++j)
+      __builtin_prefetch(records_.at(bucket.nodes[j]).simhash);
   }
   [[gnu::always_inline]] void prefetch_records(uint64_t simhash) const {
-    const Bucket& bucket = at(bucket_of(simhash));
-    for (uint32_t j = 0; j < Bucket::kInline && j * 8 < bucket.size; ++j)
-      __builtin_prefetch(records_->at(bucket.nodes[j]).simhash);
+    prefetch_simhashes(at(bucket_of(simhash)));
     prefetch_tail(simhash);
   }
-  [[gnu::always_inline]] void prefetch_bucket(uint32_t number) const {
-    if (number >= buckets()) return;
-    const Bucket& bucket = at(number);
-    for (uint32_t j = 0; j < Bucket::kInline && j * 8 < bucket.size; ++j) {
-      __builtin_prefetch(records_->at(bucket.nodes[j]).simhash);
-      __builtin_prefetch(records_->at(bucket.nodes[j]).content);
-      __builtin_prefetch(records_->at(bucket.nodes[j]).prefix);
-    }
-  }
   [[gnu::always_inline]] void prefetch_prefixes(uint32_t number) const {
-    if (number >= buckets()) return;
     const Bucket& bucket = at(number);
     for (uint32_t j = 0; j < Bucket::kInline && j * 8 < bucket.size; ++j)
-      __builtin_prefetch(records_->at(bucket.nodes[j]).prefix);
+      __builtin_prefetch(records_.at(bucket.nodes[j]).prefix);
   }
   [[gnu::always_inline]] void prefetch_tail(uint64_t simhash) const {
     const Bucket& bucket = at(bucket_of(simhash));
     const uint32_t last = bucket.size / 8;
     if (last < Bucket::kInline && bucket.size % 8 != 0) {
-      __builtin_prefetch(records_->at(bucket.nodes[last]).content, 1);
-      __builtin_prefetch(records_->at(bucket.nodes[last]).prefix, 1);
+      __builtin_prefetch(records_.at(bucket.nodes[last]).simhash, 1);
+      __builtin_prefetch(records_.at(bucket.nodes[last]).content, 1);
+      __builtin_prefetch(records_.at(bucket.nodes[last]).prefix, 1);
     }
   }
 
@@ -103,20 +128,18 @@ class NearTable {
   // reads.
   [[gnu::always_inline]] void prefetch_insertion(uint64_t simhash) const {
     prefetch_tail(simhash);
-    prefetch_words(simhash);
-  }
-  [[gnu::always_inline]] void prefetch_words(uint64_t simhash) const {
-    __builtin_prefetch(&words_.at(heads(1)[chunk(1, simhash, bits_)].next));
+    __builtin_prefetch(&words_.at(head(1, bucket_at(1, simhash)).next));
   }
   [[gnu::always_inline]] void prefetch_more_words(uint64_t simhash) const {
-    __builtin_prefetch(&words_.at(words_.at(heads(1)[chunk(1, simhash, bits_)].next).next));
+    __builtin_prefetch(&words_.at(words_.at(head(1, bucket_at(1, simhash)).next).next));
   }
 
   // False when no record has this SimHash; seldom true when none has. Table B knows in half the cache lines
   // of A.
   bool may_contain(uint64_t simhash) const {
-    const uint32_t word = word_of(1, simhash);
-    const WordNode* node = heads(1) + chunk(1, simhash, bits_);
+    const uint32_t bucket = bucket_at(1, simhash);
+    const uint32_t word = word_of(1, simhash, bits_of(bucket));
+    const WordNode* node = &head(1, bucket);
     while (true) {
       uint32_t equal = 0;
       for (const uint32_t other : node->words) equal |= other == word ? 1 : 0;
@@ -138,9 +161,9 @@ class NearTable {
     node_of(at(place.bucket), place.slot).prefix[place.slot & 7] = prefix;
   }
 
-  // Takes all records of a bucket out. Their words stay behind in B and C and lead nowhere: only for a table
-  // whose buckets are emptied one after the other, never to be filled again.
-  void take_bucket(uint32_t bucket, std::vector<Record>& out);
+  // Splits so many buckets at the frontier, in each of the tables: each in one go, however much lies there.
+  // What they need is fetched from memory some buckets ahead. Not with kBitsMax bits.
+  void split(size_t buckets);
 
   // See NearSearch (near_search.hpp), which this is all of.
   template <class Hit>
@@ -148,25 +171,43 @@ class NearTable {
               Hit hit) const;
 
   void release_into(std::vector<Pages>& pages) {
-    pages.push_back(std::move(directory_));
-    for (Pages& heads : heads_) pages.push_back(std::move(heads));
+    for (Level& level : levels_) {
+      pages.push_back(std::move(level.directory));
+      for (Pages& heads : level.heads) pages.push_back(std::move(heads));
+    }
     words_.release_into(pages);
+    records_.release_into(pages);
   }
 
  private:
   friend class NearSearch;
   using Radii = std::array<int, 3>;
-  size_t pages_for(size_t entry_bytes) const {
-    return (buckets() * entry_bytes + Pages::kPageBytes - 1) / Pages::kPageBytes;
+
+  struct Level {                 // the buckets of one number of leading bits
+    Pages directory;             // table A
+    std::array<Pages, 2> heads;  // tables B and C: the first node of every bucket
+
+    void resize(unsigned bits) {
+      directory.resize(pages_for(size_t{1} << bits, sizeof(Bucket)));
+      for (Pages& pages : heads) pages.resize(pages_for(size_t{1} << bits, sizeof(WordNode)));
+    }
+    Bucket* buckets() const { return static_cast<Bucket*>(directory.base()); }
+    WordNode* words(unsigned table) const { return static_cast<WordNode*>(heads[table - 1].base()); }
+  };
+
+  static constexpr size_t pages_for(size_t entries, size_t entry_bytes) {
+    return (entries * entry_bytes + Pages::kPageBytes - 1) / Pages::kPageBytes;
   }
   // The leading `bits` bits of a chunk.
   static uint32_t chunk(unsigned table, uint64_t simhash, unsigned bits) {
     return bits == 0 ? 0 : static_cast<uint32_t>((simhash << (21 * table)) >> (64 - bits));
   }
-  // The word in table 1 or 2 of a record with this SimHash.
-  uint32_t word_of(unsigned table, uint64_t simhash) const {
-    const unsigned rest = std::min(31 - bits_, 21u);
-    return chunk(0, simhash, bits_) << (32 - bits_) | chunk(3 - table, simhash, rest) << 1 | 1;
+  // The word of a record with this SimHash in a bucket of so many bits of table 1 or 2.
+  static uint32_t word_of(unsigned table, uint64_t simhash, unsigned bits) {
+    const WordLayout& layout = layout_of(bits);
+    const uint32_t own = chunk(table, simhash, layout.chunk_a) & ((1u << layout.own()) - 1);
+    return chunk(0, simhash, layout.chunk_a) << (32 - layout.chunk_a) | own << (layout.third() + 1) |
+           chunk(3 - table, simhash, layout.third()) << 1 | 1;
   }
   static Radii radii_of(unsigned distance_max) {
     Radii radii;
@@ -175,32 +216,67 @@ class NearTable {
     return radii;
   }
 
-  const Bucket& at(uint32_t bucket) const { return static_cast<const Bucket*>(directory_.base())[bucket]; }
-  Bucket& at(uint32_t bucket) { return static_cast<Bucket*>(directory_.base())[bucket]; }
-  WordNode* heads(unsigned table) const { return static_cast<WordNode*>(heads_[table - 1].base()); }
+  uint32_t bucket_at(unsigned table, uint64_t simhash) const {
+    const uint32_t fine = chunk(table, simhash, bits_ + 1);
+    return fine / 2 < frontier_ ? 2u << bits_ | fine : 1u << bits_ | fine / 2;
+  }
+  // The bucket of table A that a word of a bucket of so many bits leads to.
+  uint32_t bucket_of_word(uint32_t word) const {
+    const uint32_t fine = word >> (31 - bits_);
+    return fine / 2 < frontier_ ? 2u << bits_ | fine : 1u << bits_ | fine / 2;
+  }
+  unsigned bits_of(uint32_t bucket) const { return bits_ + (bucket >> (bits_ + 1)); }
+  const Level& level_of(uint32_t bucket) const { return levels_[bucket >> (bits_ + 1)]; }
+  uint32_t index_of(uint32_t bucket) const { return bucket & ((1u << bits_of(bucket)) - 1); }
+
+  Bucket& at(uint32_t bucket) const { return level_of(bucket).buckets()[index_of(bucket)]; }
+  WordNode& head(unsigned table, uint32_t bucket) const {
+    return level_of(bucket).words(table)[index_of(bucket)];
+  }
   RecordNode& node_of(const Bucket& bucket, uint32_t slot) const {
-    return records_->at(node_number(bucket, slot / 8, words_));
+    return const_cast<RecordPool&>(records_).at(node_number(bucket, slot / 8, words_));
   }
 
+  void append(Bucket& bucket, const Record& record);
   void append_node(Bucket& bucket, uint32_t index);
   void drop_node(Bucket& bucket, uint32_t index);
   void add_word(WordNode& head, uint32_t word);
   void erase_word(WordNode& head, uint32_t word);
 
-  const Bucket* buckets_of_a() const { return static_cast<const Bucket*>(directory_.base()); }
-  unsigned first_table(uint64_t difference, const Radii& radii) const {
+  [[gnu::always_inline]] void prefetch_split(size_t bucket, unsigned step) const;
+  void split_one();
+  void split_words(unsigned table);
+  void split_records();
+  void take_words(WordNode& head);
+  void rewrite_words(unsigned table);
+  void raise();
+
+  unsigned first_table(uint64_t simhash, uint64_t difference, const Radii& radii) const {
     for (unsigned table = 0; table < 3; ++table)
-      if (std::popcount(chunk(table, difference, bits_)) <= radii[table]) return table;
+      if (std::popcount(chunk(table, difference, bits_of(bucket_at(table, simhash)))) <= radii[table])
+        return table;
     return 3;
   }
 
   unsigned bits_;
-  RecordPool* records_;
-  Pages directory_;
-  std::array<Pages, 2> heads_;  // tables B and C: the first node of every bucket
+  uint32_t frontier_ = 0;
+  std::array<Level, 2> levels_;  // of `bits_` bits, and of one more
+  RecordPool records_;
   WordPool words_;
   size_t size_ = 0;
+  size_t pages_discarded_ = 0;         // of levels_[0]
+  std::vector<uint32_t> taken_words_;  // of a split
+  std::vector<Record> taken_records_;
 };
+
+inline size_t NearTable::bytes() const {
+  size_t pages = levels_[0].directory.pages() - pages_discarded_;
+  for (const Pages& heads : levels_[0].heads) pages += heads.pages();
+  if (frontier_ != 0)  // of the rest nothing has been touched
+    pages += pages_for(2 * size_t{frontier_}, sizeof(Bucket)) +
+             2 * pages_for(2 * size_t{frontier_}, sizeof(WordNode));
+  return pages * Pages::kPageBytes + records_.bytes() + words_.bytes();
+}
 
 // -- records
 
@@ -218,16 +294,21 @@ inline std::optional<RecordPlace> NearTable::find(uint64_t simhash, uint64_t con
 }
 
 inline void NearTable::insert(const Record& record) {
-  Bucket& bucket = at(bucket_of(record.simhash));
+  append(at(bucket_of(record.simhash)), record);
+  for (unsigned table = 1; table < 3; ++table) {
+    const uint32_t bucket = bucket_at(table, record.simhash);
+    add_word(head(table, bucket), word_of(table, record.simhash, bits_of(bucket)));
+  }
+  ++size_;
+}
+
+inline void NearTable::append(Bucket& bucket, const Record& record) {
   if (bucket.size % 8 == 0) append_node(bucket, bucket.size / 8);
   const uint32_t slot = bucket.size++;
   RecordNode& node = node_of(bucket, slot);
   node.simhash[slot & 7] = record.simhash;
   node.content[slot & 7] = record.content;
   node.prefix[slot & 7] = record.prefix;
-  for (unsigned table = 1; table < 3; ++table)
-    add_word(heads(table)[chunk(table, record.simhash, bits_)], word_of(table, record.simhash));
-  ++size_;
 }
 
 inline void NearTable::erase(RecordPlace place) {
@@ -235,8 +316,10 @@ inline void NearTable::erase(RecordPlace place) {
   const uint32_t last = bucket.size - 1;
   RecordNode& node = node_of(bucket, place.slot);
   const uint64_t simhash = node.simhash[place.slot & 7];
-  for (unsigned table = 1; table < 3; ++table)
-    erase_word(heads(table)[chunk(table, simhash, bits_)], word_of(table, simhash));
+  for (unsigned table = 1; table < 3; ++table) {
+    const uint32_t of_word = bucket_at(table, simhash);
+    erase_word(head(table, of_word), word_of(table, simhash, bits_of(of_word)));
+  }
   const RecordNode& from = node_of(bucket, last);
   node.simhash[place.slot & 7] = from.simhash[last & 7];
   node.content[place.slot & 7] = from.content[last & 7];
@@ -246,16 +329,8 @@ inline void NearTable::erase(RecordPlace place) {
   --size_;
 }
 
-inline void NearTable::take_bucket(uint32_t number, std::vector<Record>& out) {
-  Bucket& bucket = at(number);
-  for (uint32_t slot = 0; slot < bucket.size; ++slot) out.push_back(record({number, slot}));
-  for (uint32_t index = (bucket.size + 7) / 8; index-- > 0;) drop_node(bucket, index);
-  size_ -= bucket.size;
-  bucket.size = 0;
-}
-
 inline void NearTable::append_node(Bucket& bucket, uint32_t index) {
-  const uint32_t fresh = records_->take();
+  const uint32_t fresh = records_.take();
   if (index < Bucket::kInline) {
     bucket.nodes[index] = fresh;
     return;
@@ -271,7 +346,7 @@ inline void NearTable::append_node(Bucket& bucket, uint32_t index) {
 }
 
 inline void NearTable::drop_node(Bucket& bucket, uint32_t index) {
-  records_->give(node_number(bucket, index, words_));
+  records_.give(node_number(bucket, index, words_));
   if (index < Bucket::kInline) return;
   uint32_t* link = &bucket.more;
   for (index -= Bucket::kInline; index >= WordNode::kWords; index -= WordNode::kWords)
@@ -312,6 +387,152 @@ inline void NearTable::erase_word(WordNode& head, uint32_t word) {
     head = words_.at(emptied);
     words_.give(emptied);
   }
+}
+
+// -- growth
+
+inline void NearTable::split(size_t buckets) {
+  constexpr size_t kSteps = 4;
+  const size_t first = frontier_;
+  const size_t end = std::min(first + buckets, size_t{1} << bits_);
+  for (size_t next = first; next < end + kSteps; ++next) {
+    for (unsigned step = 0; step < kSteps; ++step)
+      if (next >= first + step && next - step < end) prefetch_split(next - step, step);
+    if (next >= first + kSteps) split_one();
+  }
+}
+
+inline void NearTable::prefetch_split(size_t bucket, unsigned step) const {
+  const Level& level = levels_[0];
+  if (step == 0) {
+    __builtin_prefetch(level.buckets() + bucket, 1);
+    for (unsigned table = 1; table < 3; ++table) __builtin_prefetch(level.words(table) + bucket, 1);
+    return;
+  }
+  for (unsigned table = 1; table < 3; ++table) {
+    uint32_t number = level.words(table)[bucket].next;
+    for (unsigned i = 1; i < step; ++i) number = words_.at(number).next;
+    __builtin_prefetch(&words_.at(number), 1);
+  }
+  if (step != 1) return;
+  const Bucket& records = level.buckets()[bucket];
+  for (uint32_t j = 0; j < Bucket::kInline && j * 8 < records.size; ++j) {
+    __builtin_prefetch(records_.at(records.nodes[j]).simhash);
+    __builtin_prefetch(records_.at(records.nodes[j]).content);
+    __builtin_prefetch(records_.at(records.nodes[j]).prefix);
+  }
+}
+
+inline void NearTable::split_one() {
+  assert(bits_ < kBitsMax && "words have no bits for more");
+  if (frontier_ == 0) levels_[1].resize(bits_ + 1);
+  const bool same_layout = layout_of(bits_).own_from == layout_of(bits_ + 1).own_from;
+  for (unsigned table = 1; table < 3; ++table) {
+    if (same_layout)
+      split_words(table);
+    else
+      rewrite_words(table);
+  }
+  split_records();
+  ++frontier_;
+  constexpr uint32_t kPerPage = Pages::kPageBytes / sizeof(WordNode);
+  static_assert(Pages::kPageBytes / sizeof(Bucket) == 2 * kPerPage);
+  if (frontier_ % (2 * kPerPage) == 0) {
+    levels_[0].directory.discard(frontier_ / (2 * kPerPage) - 1, 1);
+    for (Pages& heads : levels_[0].heads) heads.discard(frontier_ / kPerPage - 2, 2);
+    pages_discarded_ += 5;
+  }
+  if (frontier_ == 1u << bits_) raise();
+}
+
+// Every bucket has been split: their halves are the buckets now.
+inline void NearTable::raise() {
+  levels_[0] = std::exchange(levels_[1], Level{});
+  pages_discarded_ = 0;
+  frontier_ = 0;
+  ++bits_;
+}
+
+inline void NearTable::split_records() {
+  Bucket& whole = levels_[0].buckets()[frontier_];
+  taken_records_.clear();
+  for (uint32_t slot = 0; slot < whole.size; ++slot) {
+    const RecordNode& node = node_of(whole, slot);
+    taken_records_.push_back({node.simhash[slot & 7], node.content[slot & 7], node.prefix[slot & 7]});
+  }
+  for (uint32_t index = (whole.size + 7) / 8; index-- > 0;) drop_node(whole, index);
+  whole = Bucket{};
+  for (const Record& record : taken_records_)
+    append(levels_[1].buckets()[chunk(0, record.simhash, bits_ + 1)], record);
+}
+
+// Takes all words out of a bucket, into taken_words_.
+inline void NearTable::take_words(WordNode& head) {
+  taken_words_.clear();
+  for (WordNode node = head;;) {
+    for (uint32_t i = 0; i < words_in(node); ++i) taken_words_.push_back(node.words[i]);
+    if (node.next == 0) break;
+    const uint32_t number = node.next;
+    node = words_.at(number);
+    words_.give(number);
+  }
+  head = WordNode{};
+}
+
+inline void NearTable::split_words(unsigned table) {
+  take_words(levels_[0].words(table)[frontier_]);
+  const WordLayout& layout = layout_of(bits_);
+  const unsigned shift = layout.third() + (layout.chunk_a - bits_);  // of the bit behind the bucket's own
+  WordNode* const halves = levels_[1].words(table) + 2 * size_t{frontier_};
+  for (const uint32_t word : taken_words_) add_word(halves[word >> shift & 1], word);
+}
+
+// The same where words are to have other bits than they have: the records say them. Equal words are looked up
+// once, and lead to all the records that have them.
+inline void NearTable::rewrite_words(unsigned table) {
+  take_words(levels_[0].words(table)[frontier_]);
+  std::sort(taken_words_.begin(), taken_words_.end());
+  const size_t words = taken_words_.size();
+  taken_words_.erase(std::unique(taken_words_.begin(), taken_words_.end()), taken_words_.end());
+  WordNode* const halves = levels_[1].words(table) + 2 * size_t{frontier_};
+  const WordLayout& layout = layout_of(bits_);
+  const uint32_t own_mask = (1u << layout.own()) - 1, third_mask = (1u << layout.third()) - 1;
+  const auto bits_at = [](unsigned of_chunk, unsigned bits,
+                          uint64_t value) {  // as the leading ones of a chunk
+    return value << (64 - 21 * of_chunk - bits);
+  };
+  // A record has the word when its SimHash has these bits.
+  const uint64_t own = bits_at(table, bits_, frontier_);
+  const uint64_t mask = bits_at(0, layout.chunk_a, (1u << layout.chunk_a) - 1) |
+                        bits_at(table, layout.chunk_a, (1u << layout.chunk_a) - 1) |
+                        bits_at(3 - table, layout.third(), third_mask);
+  constexpr size_t kAhead = 6;
+  size_t rewritten = 0;
+  for (size_t i = 0; i < taken_words_.size() + 2 * kAhead; ++i) {
+    if (i < taken_words_.size()) __builtin_prefetch(&at(bucket_of_word(taken_words_[i])));
+    if (i >= kAhead && i - kAhead < taken_words_.size())
+      prefetch_simhashes(at(bucket_of_word(taken_words_[i - kAhead])));
+    if (i < 2 * kAhead) continue;
+    const uint32_t word = taken_words_[i - 2 * kAhead];
+    const Bucket& bucket = at(bucket_of_word(word));
+    const uint64_t pattern = own | bits_at(0, layout.chunk_a, word >> (32 - layout.chunk_a)) |
+                             bits_at(table, layout.chunk_a, word >> (layout.third() + 1) & own_mask) |
+                             bits_at(3 - table, layout.third(), word >> 1 & third_mask);
+    for (uint32_t first = 0; first < bucket.size; first += 8) {
+      const RecordNode& node = node_of(bucket, first);
+      uint32_t lanes = 0;
+      for (uint32_t lane = 0; lane < 8; ++lane)
+        lanes |= static_cast<uint32_t>((node.simhash[lane] & mask) == pattern) << lane;
+      if (bucket.size - first < 8) lanes &= (1u << (bucket.size - first)) - 1;
+      for (; lanes != 0; lanes &= lanes - 1, ++rewritten) {
+        const uint64_t simhash = node.simhash[std::countr_zero(lanes)];
+        add_word(halves[chunk(table, simhash, bits_ + 1) & 1], word_of(table, simhash, bits_ + 1));
+      }
+    }
+  }
+  assert(rewritten == words && "every record has its word in both tables");
+  (void)words;
+  (void)rewritten;
 }
 
 }  // namespace kvindexer

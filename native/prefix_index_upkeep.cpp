@@ -75,7 +75,6 @@ void PrefixIndex::choose_victims(Context& context) {
 
 Swept PrefixIndex::sweep(Tick now, size_t visits_max) {
   Swept swept;
-  contents_.tend();
   orphans_.expire(now, limits_.ttl);
   if (!in_pass_) {
     if (!remains_ && limits_.ttl == 0 && marks_ == 0) {

@@ -81,7 +81,7 @@ class FuzzyContext {
   bool dismantle();
 
  private:
-  static constexpr size_t kRecordsPerBucket = 32;
+  static constexpr size_t kRecordsPerBucket = 28;
   static constexpr size_t kRecordsPerBucketCrowded = 8;
   static constexpr size_t kBucketRecordsMax = 1'024;
   static constexpr size_t kVisitsPerRemoval = 16;
@@ -117,7 +117,7 @@ class FuzzyContext {
 
   bool is_doomed(uint64_t prefix) { return doomed_[0].contains(prefix) || doomed_[1].contains(prefix); }
   bool revive(uint64_t prefix);
-  bool insert_block(uint64_t prefix, const ContentHash& hash);
+  bool insert_block(uint64_t prefix, const ContentHash& hash, const NearTable::Spot& spot);
   std::optional<Record> survivor_of(const Record& record);
 
   void grow(size_t insertions);
@@ -152,43 +152,46 @@ inline size_t FuzzyContext::bytes() const {
 inline size_t FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span<const ContentHash> hashes) {
   ++version_;
   size_t added = 0;
+  std::array<NearTable::Spot, kBatch> spots;
   for (size_t begin = 0; begin < prefixes.size(); begin += kBatch) {
-    const size_t end = std::min(begin + kBatch, prefixes.size());
-    for (size_t i = begin; i < end + 3 * kLag; ++i) {
-      if (i < end) table_.prefetch(hashes[i].simhash);
-      if (i >= begin + kLag && i - kLag < end) {
-        table_.prefetch_insertion(hashes[i - kLag].simhash);
+    const size_t count = std::min(kBatch, prefixes.size() - begin);
+    for (size_t i = 0; i < count + 3 * kLag; ++i) {
+      if (i < count) {
+        spots[i] = table_.spot_of(hashes[begin + i].simhash);
+        table_.prefetch_spot(spots[i]);
       }
-      if (i >= begin + 2 * kLag && i - 2 * kLag < end) {
-        table_.prefetch_more_words(hashes[i - 2 * kLag].simhash);
-      }
-      if (i >= begin + 3 * kLag) added += insert_block(prefixes[i - 3 * kLag], hashes[i - 3 * kLag]);
+      if (i >= kLag && i - kLag < count) table_.prefetch_tail(spots[i - kLag]);
+      if (i >= 2 * kLag && i - 2 * kLag < count) table_.prefetch_more_words(spots[i - 2 * kLag]);
+      if (i < 3 * kLag) continue;
+      const size_t block = i - 3 * kLag;
+      added += insert_block(prefixes[begin + block], hashes[begin + block], spots[block]);
     }
-    grow(end - begin);
+    grow(count);
   }
   return added;
 }
 
-inline bool FuzzyContext::insert_block(uint64_t prefix, const ContentHash& hash) {
+inline bool FuzzyContext::insert_block(uint64_t prefix, const ContentHash& hash,
+                                       const NearTable::Spot& spot) {
   const auto [simhash, content] = hash;
   if (prefix == 0) return false;
   const bool revived = doomed() != 0 && revive(prefix);  // its record, if any, is found below
   std::optional<RecordPlace> place;
-  if (table_.may_contain(simhash)) place = table_.find(simhash, content);
+  if (table_.may_contain(spot)) place = table_.find(simhash, content);
   if (place) {
     if (table_.prefix(*place) == prefix) return revived;
     if (chains_.contains(prefix)) return false;
     chains_.add(content, prefix, false);
     return true;
   }
-  const bool full = table_.bucket_size(table_.bucket_of(simhash)) >= kBucketRecordsMax;
+  const bool full = spot.bucket->size >= kBucketRecordsMax;
   if (full) bits_early_ = table_.bits() + 1;
   if (full || (chains_.crowded() != 0 && chains_.first(content) != 0)) {
     if (chains_.contains(prefix)) return false;
     chains_.add(content, prefix, true);
     return true;
   }
-  table_.insert({simhash, content, prefix});
+  table_.insert({simhash, content, prefix}, spot);
   return true;
 }
 

@@ -35,20 +35,14 @@ struct alignas(64) RecordNode {
   uint64_t prefix[8];
 };
 
-// What tables B and C keep of the records of one bucket (see NearTable), 0 where there is nothing, and the
-// node behind.
+// What tables B and C keep of the records of one bucket (see NearTable), from the front, and the node behind.
 struct alignas(64) WordNode {
   static constexpr uint32_t kWords = 15;
   uint32_t words[kWords];
-  uint32_t next;
+  uint32_t next_number : 28;  // 0: none
+  uint32_t count : 4;
 };
-
-// They stand at the front. Counting all of them takes no branch that could be mispredicted.
-inline uint32_t words_in(const WordNode& node) {
-  uint32_t count = 0;
-  for (const uint32_t word : node.words) count += word != 0 ? 1 : 0;
-  return count;
-}
+static_assert(sizeof(WordNode) == 64);
 
 // The records of a bucket of table A lie in slots 0..size-1, eight a node; the node of slot / 8 is named here
 // or, from the seventh on, in a chain of WordNodes that starts at `more`.
@@ -66,7 +60,7 @@ inline uint32_t node_number(const Bucket& bucket, uint32_t index, const WordPool
   if (index < Bucket::kInline) return bucket.nodes[index];
   index -= Bucket::kInline;
   const WordNode* node = &words.at(bucket.more);
-  for (; index >= WordNode::kWords; index -= WordNode::kWords) node = &words.at(node->next);
+  for (; index >= WordNode::kWords; index -= WordNode::kWords) node = &words.at(node->next_number);
   return node->words[index];
 }
 
@@ -118,11 +112,11 @@ inline constexpr size_t kScanAhead = 12;
 // fetched.
 [[gnu::always_inline]] inline void prefetch_ahead(const WordScan& scan, const Visit* visit) {
   __builtin_prefetch(scan.heads + visit[kScanAhead].bucket);
-  uint32_t number = scan.heads[visit[9].bucket].next;
+  uint32_t number = scan.heads[visit[9].bucket].next_number;
   __builtin_prefetch(&scan.pool.at(number));
-  number = scan.pool.at(scan.heads[visit[6].bucket].next).next;
+  number = scan.pool.at(scan.heads[visit[6].bucket].next_number).next_number;
   __builtin_prefetch(&scan.pool.at(number));
-  number = scan.pool.at(scan.pool.at(scan.heads[visit[3].bucket].next).next).next;
+  number = scan.pool.at(scan.pool.at(scan.heads[visit[3].bucket].next_number).next_number).next_number;
   __builtin_prefetch(&scan.pool.at(number));
 }
 
@@ -142,12 +136,12 @@ inline constexpr size_t kScanAhead = 12;
       for (uint32_t j = visit.begin; j < scan.asked.visits[i + 1].begin; ++j) {
         const Ask ask = scan.asked.asks[j];
         const int limit = static_cast<int>(ask.distance_max);
-        for (const uint32_t word : node->words)
-          if (__builtin_popcount(word ^ scan.words[ask.query]) <= limit && word != 0)
-            out.push_back({ask.query, visit.bucket, word});
+        for (uint32_t lane = 0; lane < node->count; ++lane)
+          if (__builtin_popcount(node->words[lane] ^ scan.words[ask.query]) <= limit)
+            out.push_back({ask.query, visit.bucket, node->words[lane]});
       }
-      if (node->next == 0) break;
-      node = &scan.pool.at(node->next);
+      if (node->next_number == 0) break;
+      node = &scan.pool.at(node->next_number);
     }
   }
 }
@@ -231,7 +225,7 @@ KVINDEXER_TARGET_AVX2 inline uint32_t simhashes_below(__m256i simhashes, __m256i
     while (true) {
       const __m256i front = _mm256_load_si256(reinterpret_cast<const __m256i*>(node->words));
       const __m256i back = _mm256_load_si256(reinterpret_cast<const __m256i*>(node->words + 8));
-      const uint32_t used = (1u << words_in(*node)) - 1;
+      const uint32_t used = (1u << node->count) - 1;
       for (const Ask* ask = asks + visit->begin; ask < end; ++ask) {
         const __m256i pattern = _mm256_set1_epi32(static_cast<int>(scan.words[ask->query]));
         const __m256i limit = _mm256_set1_epi32(static_cast<int>(ask->distance_max) + 1);
@@ -239,8 +233,8 @@ KVINDEXER_TARGET_AVX2 inline uint32_t simhashes_below(__m256i simhashes, __m256i
             used & (words_below(front, pattern, limit) | words_below(back, pattern, limit) << 8);
         if (__builtin_expect(near != 0, 0)) add_words(out, ask->query, visit->bucket, node->words, near);
       }
-      if (node->next == 0) break;
-      node = &scan.pool.at(node->next);
+      if (node->next_number == 0) break;
+      node = &scan.pool.at(node->next_number);
     }
   }
 }
@@ -278,7 +272,7 @@ KVINDEXER_TARGET_AVX512 inline void scan_words_avx512(const WordScan& scan, std:
     const WordNode* node = scan.heads + visit->bucket;
     while (true) {
       const __m512i words = _mm512_load_si512(node);
-      const __mmask16 used = static_cast<__mmask16>(_mm512_test_epi32_mask(words, words) & 0x7FFF);
+      const __mmask16 used = static_cast<__mmask16>((1u << node->count) - 1);
       for (const Ask* ask = asks + visit->begin; ask < end; ++ask) {
         const __m512i pattern = _mm512_set1_epi32(static_cast<int>(patterns[ask->query]));
         const __m512i limit = _mm512_set1_epi32(static_cast<int>(ask->distance_max));
@@ -286,8 +280,8 @@ KVINDEXER_TARGET_AVX512 inline void scan_words_avx512(const WordScan& scan, std:
             _mm512_mask_cmple_epu32_mask(used, _mm512_popcnt_epi32(_mm512_xor_si512(words, pattern)), limit);
         if (__builtin_expect(near != 0, 0)) add_words(out, ask->query, visit->bucket, node->words, near);
       }
-      if (node->next == 0) break;
-      node = &scan.pool.at(node->next);
+      if (node->next_number == 0) break;
+      node = &scan.pool.at(node->next_number);
     }
   }
 }
@@ -317,6 +311,35 @@ KVINDEXER_TARGET_AVX512 inline void scan_records_avx512(const RecordScan& scan, 
 }
 
 #endif
+
+// A bit for each of 8 values that has the pattern under the mask.
+[[gnu::always_inline]] inline uint32_t lanes_alike_portable(const uint64_t* values, uint64_t mask,
+                                                            uint64_t pattern) {
+  uint32_t lanes = 0;
+  for (uint32_t lane = 0; lane < 8; ++lane)
+    lanes |= static_cast<uint32_t>((values[lane] & mask) == pattern) << lane;
+  return lanes;
+}
+#ifdef KVINDEXER_NEAR_X86
+[[gnu::target("avx2")]] inline uint32_t lanes_alike_avx2(const uint64_t* values, uint64_t mask,
+                                                         uint64_t pattern) {
+  const __m256i masks = _mm256_set1_epi64x(static_cast<long long>(mask));
+  const __m256i patterns = _mm256_set1_epi64x(static_cast<long long>(pattern));
+  const auto half = [&](const uint64_t* at) __attribute__((target("avx2"))) {
+    const __m256i found = _mm256_and_si256(_mm256_load_si256(reinterpret_cast<const __m256i*>(at)), masks);
+    return static_cast<uint32_t>(
+        _mm256_movemask_pd(_mm256_castsi256_pd(_mm256_cmpeq_epi64(found, patterns))));
+  };
+  return half(values) | half(values + 4) << 4;
+}
+#endif
+inline uint32_t lanes_alike(const uint64_t* values, uint64_t mask, uint64_t pattern) {
+#ifdef KVINDEXER_NEAR_X86
+  static const bool has_avx2 = __builtin_cpu_supports("avx2");
+  if (has_avx2) return lanes_alike_avx2(values, mask, pattern);
+#endif
+  return lanes_alike_portable(values, mask, pattern);
+}
 
 struct NearScans {
   void (*words)(const WordScan&, std::vector<Candidate>&);

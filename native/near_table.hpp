@@ -52,13 +52,13 @@ struct RecordPlace {
 };
 
 // Which bits of a SimHash the words of a bucket have: so many leading ones of chunk A, then those of the own
-// chunk from `own_from` on to the same place, then leading ones of the third chunk; 31 in all. Good for
+// chunk from `own_from` on to the same place, then leading ones of the third chunk; 32 in all. Good for
 // buckets of own_from up to chunk_a - 1 leading bits, and for the last split of those.
 struct WordLayout {
   unsigned own_from;
   unsigned chunk_a;
   unsigned own() const { return chunk_a - own_from; }
-  unsigned third() const { return 31 - chunk_a - own(); }
+  unsigned third() const { return 32 - chunk_a - own(); }
 };
 inline constexpr std::array<WordLayout, 4> kLayouts = {{{6, 11}, {11, 14}, {14, 17}, {17, 20}}};
 
@@ -96,10 +96,25 @@ class NearTable {
     visit(2u << bits_ | (2 * leading + 1));
   }
 
+  // Where a record with a SimHash lies, or would. Good until the next split.
+  struct Spot {
+    Bucket* bucket;
+    WordNode* heads[2];  // of tables B and C
+    uint32_t words[2];   // that it has there
+  };
+  [[gnu::always_inline]] Spot spot_of(uint64_t simhash) const {
+    Spot spot;
+    spot.bucket = &at(bucket_of(simhash));
+    for (unsigned table = 1; table < 3; ++table) {
+      const uint32_t bucket = bucket_at(table, simhash);
+      spot.heads[table - 1] = &head(table, bucket);
+      spot.words[table - 1] = word_of(table, simhash, bits_of(bucket));
+    }
+    return spot;
+  }
+
   [[gnu::always_inline]] void prefetch(uint64_t simhash) const {
-    __builtin_prefetch(&at(bucket_of(simhash)), 1);
-    for (unsigned table = 1; table < 3; ++table)
-      __builtin_prefetch(&head(table, bucket_at(table, simhash)), 1);
+    __builtin_prefetch(&at(bucket_of(simhash)));
   }
   [[gnu::always_inline]] void prefetch_simhashes(const Bucket& bucket) const {
     for (uint32_t j = 0; j < Bucket::kInline && j * 8 < bucket.size; ++j)
@@ -107,48 +122,48 @@ class NearTable {
   }
   [[gnu::always_inline]] void prefetch_records(uint64_t simhash) const {
     prefetch_simhashes(at(bucket_of(simhash)));
-    prefetch_tail(simhash);
   }
   [[gnu::always_inline]] void prefetch_prefixes(uint32_t number) const {
     const Bucket& bucket = at(number);
     for (uint32_t j = 0; j < Bucket::kInline && j * 8 < bucket.size; ++j)
       __builtin_prefetch(records_.at(bucket.nodes[j]).prefix);
   }
-  [[gnu::always_inline]] void prefetch_tail(uint64_t simhash) const {
-    const Bucket& bucket = at(bucket_of(simhash));
-    const uint32_t last = bucket.size / 8;
-    if (last < Bucket::kInline && bucket.size % 8 != 0) {
-      __builtin_prefetch(records_.at(bucket.nodes[last]).simhash, 1);
-      __builtin_prefetch(records_.at(bucket.nodes[last]).content, 1);
-      __builtin_prefetch(records_.at(bucket.nodes[last]).prefix, 1);
-    }
-  }
 
-  // For an insertion, after `prefetch`: first the lines that it writes, then the rest of what may_contain
-  // reads.
-  [[gnu::always_inline]] void prefetch_insertion(uint64_t simhash) const {
-    prefetch_tail(simhash);
-    __builtin_prefetch(&words_.at(head(1, bucket_at(1, simhash)).next));
+  // For an insertion, one behind the other: the first lines, those that it writes, and the rest of what
+  // may_contain reads.
+  [[gnu::always_inline]] void prefetch_spot(const Spot& spot) const {
+    __builtin_prefetch(spot.bucket, 1);
+    for (const WordNode* head : spot.heads) __builtin_prefetch(head, 1);
   }
-  [[gnu::always_inline]] void prefetch_more_words(uint64_t simhash) const {
-    __builtin_prefetch(&words_.at(words_.at(head(1, bucket_at(1, simhash)).next).next));
+  [[gnu::always_inline]] void prefetch_tail(const Spot& spot) const {
+    const uint32_t last = spot.bucket->size / 8;
+    if (last < Bucket::kInline && spot.bucket->size % 8 != 0) {
+      const RecordNode& node = records_.at(spot.bucket->nodes[last]);
+      __builtin_prefetch(node.simhash, 1);
+      __builtin_prefetch(node.content, 1);
+      __builtin_prefetch(node.prefix, 1);
+    }
+    __builtin_prefetch(&words_.at(spot.heads[0]->next_number));
+  }
+  [[gnu::always_inline]] void prefetch_more_words(const Spot& spot) const {
+    __builtin_prefetch(&words_.at(words_.at(spot.heads[0]->next_number).next_number));
   }
 
   // False when no record has this SimHash; seldom true when none has. Table B knows in half the cache lines
   // of A.
-  bool may_contain(uint64_t simhash) const {
-    const uint32_t bucket = bucket_at(1, simhash);
-    const uint32_t word = word_of(1, simhash, bits_of(bucket));
-    const WordNode* node = &head(1, bucket);
+  bool may_contain(const Spot& spot) const {
+    const WordNode* node = spot.heads[0];
     while (true) {
       uint32_t equal = 0;
-      for (const uint32_t other : node->words) equal |= other == word ? 1 : 0;
-      if (equal != 0 || node->next == 0) return equal != 0;
-      node = &words_.at(node->next);
+      for (uint32_t i = 0; i < WordNode::kWords; ++i)
+        equal |= node->words[i] == spot.words[0] && i < node->count ? 1 : 0;
+      if (equal != 0 || node->next_number == 0) return equal != 0;
+      node = &words_.at(node->next_number);
     }
   }
   std::optional<RecordPlace> find(uint64_t simhash, uint64_t content) const;
-  void insert(const Record& record);
+  void insert(const Record& record) { insert(record, spot_of(record.simhash)); }
+  void insert(const Record& record, const Spot& spot);
   void erase(RecordPlace place);
   Record record(RecordPlace place) const {
     const RecordNode& node = node_of(at(place.bucket), place.slot);
@@ -206,8 +221,8 @@ class NearTable {
   static uint32_t word_of(unsigned table, uint64_t simhash, unsigned bits) {
     const WordLayout& layout = layout_of(bits);
     const uint32_t own = chunk(table, simhash, layout.chunk_a) & ((1u << layout.own()) - 1);
-    return chunk(0, simhash, layout.chunk_a) << (32 - layout.chunk_a) | own << (layout.third() + 1) |
-           chunk(3 - table, simhash, layout.third()) << 1 | 1;
+    return chunk(0, simhash, layout.chunk_a) << (32 - layout.chunk_a) | own << layout.third() |
+           chunk(3 - table, simhash, layout.third());
   }
   static Radii radii_of(unsigned distance_max) {
     Radii radii;
@@ -248,6 +263,7 @@ class NearTable {
   void split_words(unsigned table);
   void split_records();
   void take_words(WordNode& head);
+  void fill(WordNode& head, std::span<const uint32_t> words);
   void rewrite_words(unsigned table);
   void raise();
 
@@ -264,8 +280,8 @@ class NearTable {
   RecordPool records_;
   WordPool words_;
   size_t size_ = 0;
-  size_t pages_discarded_ = 0;         // of levels_[0]
-  std::vector<uint32_t> taken_words_;  // of a split
+  size_t pages_discarded_ = 0;                        // of levels_[0]
+  std::vector<uint32_t> taken_words_, sorted_words_;  // of a split
   std::vector<Record> taken_records_;
 };
 
@@ -293,12 +309,9 @@ inline std::optional<RecordPlace> NearTable::find(uint64_t simhash, uint64_t con
   return std::nullopt;
 }
 
-inline void NearTable::insert(const Record& record) {
-  append(at(bucket_of(record.simhash)), record);
-  for (unsigned table = 1; table < 3; ++table) {
-    const uint32_t bucket = bucket_at(table, record.simhash);
-    add_word(head(table, bucket), word_of(table, record.simhash, bits_of(bucket)));
-  }
+inline void NearTable::insert(const Record& record, const Spot& spot) {
+  append(*spot.bucket, record);
+  for (size_t i = 0; i < 2; ++i) add_word(*spot.heads[i], spot.words[i]);
   ++size_;
 }
 
@@ -335,58 +348,66 @@ inline void NearTable::append_node(Bucket& bucket, uint32_t index) {
     bucket.nodes[index] = fresh;
     return;
   }
-  uint32_t* link = &bucket.more;
-  for (index -= Bucket::kInline; index >= WordNode::kWords; index -= WordNode::kWords)
-    link = &words_.at(*link).next;
-  if (*link == 0) {
-    const uint32_t taken = words_.take();
-    *link = taken;
+  WordNode* before = nullptr;
+  uint32_t number = bucket.more;
+  for (index -= Bucket::kInline; index >= WordNode::kWords; index -= WordNode::kWords) {
+    before = &words_.at(number);
+    number = before->next_number;
   }
-  words_.at(*link).words[index] = fresh;
+  if (number == 0) {
+    number = words_.take();
+    if (before == nullptr)
+      bucket.more = number;
+    else
+      before->next_number = number;
+  }
+  words_.at(number).words[index] = fresh;
 }
 
 inline void NearTable::drop_node(Bucket& bucket, uint32_t index) {
   records_.give(node_number(bucket, index, words_));
   if (index < Bucket::kInline) return;
-  uint32_t* link = &bucket.more;
-  for (index -= Bucket::kInline; index >= WordNode::kWords; index -= WordNode::kWords)
-    link = &words_.at(*link).next;
+  WordNode* before = nullptr;
+  uint32_t number = bucket.more;
+  for (index -= Bucket::kInline; index >= WordNode::kWords; index -= WordNode::kWords) {
+    before = &words_.at(number);
+    number = before->next_number;
+  }
   if (index != 0) return;
-  words_.give(*link);
-  *link = 0;
+  words_.give(number);
+  if (before == nullptr)
+    bucket.more = 0;
+  else
+    before->next_number = 0;
 }
 
 // -- words: the first node of a bucket is the one that is not full
 
 inline void NearTable::add_word(WordNode& head, uint32_t word) {
-  uint32_t lane = words_in(head);
-  if (lane == WordNode::kWords) {
+  if (head.count == WordNode::kWords) {
     const uint32_t full = words_.take();
     words_.at(full) = head;
     head = WordNode{};
-    head.next = full;
-    lane = 0;
+    head.next_number = full;
   }
-  head.words[lane] = word;
+  head.words[head.count++] = word;
 }
 
 inline void NearTable::erase_word(WordNode& head, uint32_t word) {
-  const uint32_t last = words_in(head) - 1;
-  for (WordNode* node = &head;; node = &words_.at(node->next)) {
-    uint32_t* const found = std::find(node->words, node->words + WordNode::kWords, word);
-    if (found == node->words + WordNode::kWords) {
-      assert(node->next != 0 && "every record has its word in both tables");
+  for (WordNode* node = &head;; node = &words_.at(node->next_number)) {
+    uint32_t* const end = node->words + node->count;
+    uint32_t* const found = std::find(node->words, end, word);
+    if (found == end) {
+      assert(node->next_number != 0 && "every record has its word in both tables");
       continue;
     }
-    *found = head.words[last];
-    head.words[last] = 0;
+    *found = head.words[--head.count];
     break;
   }
-  if (last == 0 && head.next != 0) {
-    const uint32_t emptied = head.next;
-    head = words_.at(emptied);
-    words_.give(emptied);
-  }
+  if (head.count != 0 || head.next_number == 0) return;
+  const uint32_t emptied = head.next_number;
+  head = words_.at(emptied);
+  words_.give(emptied);
 }
 
 // -- growth
@@ -410,8 +431,8 @@ inline void NearTable::prefetch_split(size_t bucket, unsigned step) const {
     return;
   }
   for (unsigned table = 1; table < 3; ++table) {
-    uint32_t number = level.words(table)[bucket].next;
-    for (unsigned i = 1; i < step; ++i) number = words_.at(number).next;
+    uint32_t number = level.words(table)[bucket].next_number;
+    for (unsigned i = 1; i < step; ++i) number = words_.at(number).next_number;
     __builtin_prefetch(&words_.at(number), 1);
   }
   if (step != 1) return;
@@ -470,9 +491,9 @@ inline void NearTable::split_records() {
 inline void NearTable::take_words(WordNode& head) {
   taken_words_.clear();
   for (WordNode node = head;;) {
-    for (uint32_t i = 0; i < words_in(node); ++i) taken_words_.push_back(node.words[i]);
-    if (node.next == 0) break;
-    const uint32_t number = node.next;
+    taken_words_.insert(taken_words_.end(), node.words, node.words + node.count);
+    if (node.next_number == 0) break;
+    const uint32_t number = node.next_number;
     node = words_.at(number);
     words_.give(number);
   }
@@ -482,9 +503,33 @@ inline void NearTable::take_words(WordNode& head) {
 inline void NearTable::split_words(unsigned table) {
   take_words(levels_[0].words(table)[frontier_]);
   const WordLayout& layout = layout_of(bits_);
-  const unsigned shift = layout.third() + (layout.chunk_a - bits_);  // of the bit behind the bucket's own
+  const unsigned shift = layout.third() + (layout.chunk_a - 1 - bits_);  // of the bit behind the bucket's own
   WordNode* const halves = levels_[1].words(table) + 2 * size_t{frontier_};
-  for (const uint32_t word : taken_words_) add_word(halves[word >> shift & 1], word);
+  sorted_words_.resize(taken_words_.size());
+  size_t zeros = 0, ones = taken_words_.size();  // from the front, and from the back
+  for (const uint32_t word : taken_words_) {
+    const bool one = (word >> shift & 1) != 0;
+    sorted_words_[one ? ones - 1 : zeros] = word;
+    ones -= one ? 1 : 0;
+    zeros += one ? 0 : 1;
+  }
+  fill(halves[0], std::span(sorted_words_).first(zeros));
+  fill(halves[1], std::span(sorted_words_).subspan(zeros));
+}
+
+// Puts words into an empty bucket.
+inline void NearTable::fill(WordNode& head, std::span<const uint32_t> words) {
+  while (words.size() > WordNode::kWords) {
+    const uint32_t full = words_.take();
+    WordNode& node = words_.at(full);
+    std::copy_n(words.begin(), WordNode::kWords, node.words);
+    node.count = WordNode::kWords;
+    node.next_number = head.next_number;
+    head.next_number = full;
+    words = words.subspan(WordNode::kWords);
+  }
+  std::copy(words.begin(), words.end(), head.words);
+  head.count = static_cast<uint32_t>(words.size());
 }
 
 // The same where words are to have other bits than they have: the records say them. Equal words are looked up
@@ -516,13 +561,11 @@ inline void NearTable::rewrite_words(unsigned table) {
     const uint32_t word = taken_words_[i - 2 * kAhead];
     const Bucket& bucket = at(bucket_of_word(word));
     const uint64_t pattern = own | bits_at(0, layout.chunk_a, word >> (32 - layout.chunk_a)) |
-                             bits_at(table, layout.chunk_a, word >> (layout.third() + 1) & own_mask) |
-                             bits_at(3 - table, layout.third(), word >> 1 & third_mask);
+                             bits_at(table, layout.chunk_a, word >> layout.third() & own_mask) |
+                             bits_at(3 - table, layout.third(), word & third_mask);
     for (uint32_t first = 0; first < bucket.size; first += 8) {
       const RecordNode& node = node_of(bucket, first);
-      uint32_t lanes = 0;
-      for (uint32_t lane = 0; lane < 8; ++lane)
-        lanes |= static_cast<uint32_t>((node.simhash[lane] & mask) == pattern) << lane;
+      uint32_t lanes = lanes_alike(node.simhash, mask, pattern);
       if (bucket.size - first < 8) lanes &= (1u << (bucket.size - first)) - 1;
       for (; lanes != 0; lanes &= lanes - 1, ++rewritten) {
         const uint64_t simhash = node.simhash[std::countr_zero(lanes)];

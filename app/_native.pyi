@@ -68,11 +68,27 @@ class PrefixIndex:
         engine_hashes: bytes,
         prefix_hashes: bytes,
         copies: bytes,
+        now: int,
+        count_copies: bool,
+        owner: int,
+    ) -> tuple[int, int, int]: ...
+    def store_hashed(
+        self,
+        source: int,
+        context: int,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        chain_from: int | None,
+        prefix_hashes: bytes,
         contents: bytes,
         now: int,
         count_copies: bool,
         owner: int,
     ) -> tuple[int, int, int]: ...
+    def chain_of(
+        self, source: int, context: int, tier: int, group: int, parent: int, now: int
+    ) -> int | None: ...
     def remove(
         self, source: int, tier: int, group: int, engine_hashes: bytes, now: int
     ) -> tuple[int, int]: ...
@@ -88,9 +104,9 @@ class PrefixIndex:
     ) -> int: ...
     def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]: ...
     def names(
-        self, cursor: int, names_max: int, now: int
-    ) -> tuple[list[tuple[int, int, int, int, bytes, bytes, bytes]], int | None]:
-        """Runs of (source, context, tier, group, engine hashes, prefix hashes, copies); the next cursor."""
+        self, at: int, in_others: bool, names_max: int, now: int
+    ) -> tuple[list[tuple[int, int, int, int, bytes, bytes, bytes]], bool, int, bool]:
+        """Runs of (source, context, tier, group, engine hashes, prefix hashes, copies); done; where to go on."""
 
     def blocks_by_tier(self, source: int) -> tuple[int, int, int, int]: ...
     def slots(self) -> list[tuple[int, int, int, int, int, int, int]]:
@@ -114,6 +130,9 @@ class PrefixIndex:
         tier: int,
         group: int,
     ) -> None: ...
+    def import_expect(self, other_names: int) -> None:
+        """What is about to come, before anything is held: roughly."""
+
     def import_frame(self, frame: bytes, slots: SlotMap, saved_at: int, elapsed: int, now: int) -> bool: ...
     def orphan_blocks(self, source: int) -> int: ...
     def orphan_drops(self) -> list[tuple[int, int]]: ...
@@ -121,6 +140,35 @@ class PrefixIndex:
     def statistics(
         self,
     ) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int, int, int]: ...
+
+# -- what is under way to the log (native/flight_book.hpp)
+
+def hash_blocks(
+    chain_from: int, block_size: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None, shingle: int
+) -> tuple[bytes, bytes]:
+    """Prefix hashes; (SimHash, content hash) of the leading blocks without extra keys, none for shingle 0."""
+
+class FlightBook:
+    """What one source's engine hashes will mean. `number` ascends from event to event."""
+
+    def __init__(self) -> None: ...
+    def is_empty(self) -> bool: ...
+    def blocks(self) -> int: ...
+    def meaning(self, seed: int, tier: int, group: int, engine_hash: int) -> tuple[int, int]:
+        """0: nothing under way concerns it; 1: this prefix; 2: nobody knows yet."""
+
+    def store(
+        self,
+        number: int,
+        seed: int,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        prefix_hashes: bytes,
+    ) -> None: ...
+    def touch(self, number: int, engine_hashes: bytes) -> None: ...
+    def clear(self, number: int) -> None: ...
+    def land(self, number: int) -> None: ...
 
 class AnswerBook:
     """What an answer says of each source beside its depths (native/answer_book.hpp)."""
@@ -188,7 +236,6 @@ class FuzzyIndex:
     def add_context(self, context: int, block_size: int) -> None: ...
     def drop_context(self, context: int) -> None: ...
     def insert(self, context: int, prefix_hashes: bytes, token_ids: bytes) -> int: ...
-    def insert_hashed(self, context: int, prefix_hashes: bytes, contents: bytes) -> int: ...
     def remove(self, context: int, prefix_hashes: bytes) -> None: ...
     def prefixes(self, context: int) -> bytes: ...
     def exact(

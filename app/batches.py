@@ -21,7 +21,16 @@ from typing import TypeGuard
 
 from app.config import Settings
 from app.errors import BatchRejected, InvalidInput
-from app.events import BlockRemoved, BlockStored, Event, EventBatch, PrefixesStored, RejectedEvent, Tier
+from app.events import (
+    BlockRemoved,
+    BlocksHashed,
+    BlockStored,
+    Event,
+    EventBatch,
+    PrefixesStored,
+    RejectedEvent,
+    Tier,
+)
 from app.index.interface import Index
 from app.live import LiveFeed
 from app.owners import Owners
@@ -87,9 +96,19 @@ def sift(batch: EventBatch, block_size: int | None, chunk_sizes: Mapping[Tier, i
     return Sifted(tuple(events), tuple(rejected), ignored, block_size, chunk_sizes)
 
 
-def _tells_size(event: Event) -> TypeGuard[BlockStored | PrefixesStored]:
+def _tells_size(event: Event) -> TypeGuard[BlockStored | BlocksHashed | PrefixesStored]:
     """It says what its blocks are, and so how long; a placeholder does not."""
-    return isinstance(event, PrefixesStored) or (isinstance(event, BlockStored) and bool(event.token_ids))
+    if isinstance(event, BlockStored):
+        return bool(event.token_ids)
+    return isinstance(event, BlocksHashed | PrefixesStored)
+
+
+# What a posted batch is, before anything is changed because of it: its source (None: the rank never spoke), whether
+# the engine restarted, and the sifted events (None: it was seen before).
+_Examined = tuple[Source | None, bool, Sifted | None]
+
+
+_KINDS: Mapping[type[Event], str] = {BlocksHashed: BlockStored.__name__}  # counted under another name
 
 
 @dataclasses.dataclass(slots=True)
@@ -135,28 +154,16 @@ class Batches:
         owner: str | None = None,
     ) -> BatchResult:
         """See IndexerService.post."""
-        known = self._registry.pods.get(pod)
-        if known is None and not model:
-            detail = f"pod {pod!r} is not registered: its first batch must name the model"
-            raise InvalidInput(detail, field="model")
-        if known is not None:
-            self._registry.check_model(known, model)
-        self._registry.check_rank(dp_rank)
-        source = known.sources.get(dp_rank) if known is not None else None
-        restarted = source is not None and _restarted(source, seq, digest)
-        if source is not None and _seen(source, seq) and not restarted:
+        source, restarted, sifted = self._examine(pod, batch, model, dp_rank, seq, digest)
+        if sifted is None:
+            assert source is not None
             source.duplicates += 1
             return BatchResult(duplicate=True)
-        declared = known.spec.block_size if known is not None else None
-        if source is None or restarted:
-            sifted = sift(batch, declared, {})
-        else:
-            sifted = sift(batch, source.block_size, source.chunk_sizes)
         if sifted.is_useless:
             self._count_rejected(source, sifted.rejected)
             raise BatchRejected(sifted.rejected)
         owner_number = self._owners.number(owner)
-        if known is None:
+        if pod not in self._registry.pods:
             self._registry.register(PodSpec(name=pod, model=model or ""))
         source = self._registry.source(pod, dp_rank)
         if restarted:
@@ -172,6 +179,54 @@ class Batches:
         ):  # a dump ends with a number and no event, and the engine's own may follow
             source.first_digest = digest
         return self._apply(source, sifted, seq, lora, owner_number)
+
+    def check(
+        self,
+        pod: str,
+        batch: EventBatch,
+        *,
+        model: str | None,
+        dp_rank: int,
+        seq: int | None,
+        digest: int | None,
+    ) -> None:
+        """See IndexerService.check."""
+        source, _, sifted = self._examine(pod, batch, model, dp_rank, seq, digest)
+        if sifted is not None and sifted.is_useless:
+            self._count_rejected(source, sifted.rejected)
+            raise BatchRejected(sifted.rejected)
+
+    def check_sender(self, pod: str, model: str | None, dp_rank: int) -> None:
+        """See IndexerService.check_sender."""
+        known = self._registry.pods.get(pod)
+        if known is None and not model:
+            detail = f"pod {pod!r} is not registered: its first batch must name the model"
+            raise InvalidInput(detail, field="model")
+        if known is not None:
+            self._registry.check_model(known, model)
+        self._registry.check_rank(dp_rank)
+
+    def _examine(
+        self,
+        pod: str,
+        batch: EventBatch,
+        model: str | None,
+        dp_rank: int,
+        seq: int | None,
+        digest: int | None,
+    ) -> _Examined:
+        self.check_sender(pod, model, dp_rank)
+        known = self._registry.pods.get(pod)
+        source = known.sources.get(dp_rank) if known is not None else None
+        restarted = source is not None and _restarted(source, seq, digest)
+        if source is not None and _seen(source, seq) and not restarted:
+            return source, False, None
+        declared = known.spec.block_size if known is not None else None
+        if source is None or restarted:
+            sifted = sift(batch, declared, {})
+        else:
+            sifted = sift(batch, source.block_size, source.chunk_sizes)
+        return source, restarted, sifted
 
     def apply(
         self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None, digest: int | None = None
@@ -240,9 +295,11 @@ class Batches:
         now = self._now()
         tally = _Tally(owner)
         for event in events:
-            source.events[type(event).__name__] += 1
+            source.events[_KINDS.get(type(event)) or type(event).__name__] += 1
             if isinstance(event, BlockStored):
                 self._store(source, event, tally, model=spec.model, lora=event.lora or lora, now=now)
+            elif isinstance(event, BlocksHashed):
+                self._store_hashed(source, event, tally, model=spec.model, now=now)
             elif isinstance(event, PrefixesStored):
                 self._store_prefixes(source, event, tally, model=spec.model, now=now)
             elif isinstance(event, BlockRemoved):
@@ -284,6 +341,25 @@ class Batches:
         source.unknown_blocks += result.unknown_blocks
         tally.stored_blocks += result.stored_blocks
         tally.orphan_blocks += result.orphan_blocks
+
+    def _store_hashed(
+        self, source: Source, event: BlocksHashed, tally: _Tally, *, model: str, now: int
+    ) -> None:
+        result = self._index.store_hashed(
+            source.index_id,
+            self._index.context(model, event.lora, event.block_size, now),
+            tier=event.tier,
+            group=event.group,
+            engine_hashes=event.block_hashes,
+            chain_from=event.chain_from,
+            prefix_hashes=event.prefix_hashes,
+            contents=event.contents,
+            now=now,
+            count_copies=self._settings.count_copies,
+            owner=tally.owner,
+        )
+        source.offloads |= event.tier is not Tier.GPU
+        tally.stored_blocks += result.stored_blocks
 
     def _store_prefixes(
         self, source: Source, event: PrefixesStored, tally: _Tally, *, model: str, now: int

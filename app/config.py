@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.errors import InvalidSettings
@@ -23,6 +23,7 @@ PREFIX = "KVINDEXER_"
 CLIENT_VARIABLES = frozenset({"KVINDEXER_API_KEY", "KVINDEXER_URL"})
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["console", "json"]
 
 
 class Settings(BaseSettings):
@@ -35,6 +36,24 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(8080, ge=0, le=65_535, description="TCP port to listen on; 0 takes a free one.")
     log_level: LogLevel = Field("info", description="Least severe level that is logged.")
+    log_format: LogFormat = Field(
+        "console", description="Lines for people (`console`), or one JSON object a line (`json`)."
+    )
+    access_log_every: int = Field(
+        0, ge=0, description="One request of this many is logged, 1 is all of them; 0 none."
+    )
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s/]+(/\S*)?$",
+        description="URL that takes OpenTelemetry spans by OTLP over HTTP, such as `http://collector:4318/v1/traces`; "
+        "needs the extra `otel`. None: no spans.",
+    )
+    otlp_requests_every: int = Field(
+        100,
+        ge=0,
+        description="One request of this many gets a span, of those whose caller sends no trace; 0 none. "
+        "With a trace, its caller has decided.",
+    )
 
     pods: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
@@ -151,6 +170,40 @@ class Settings(BaseSettings):
         10.0,
         ge=0,
         description="Seconds after the start for which /readyz waits for every configured ZMQ pod.",
+    )
+    redis_url: SecretStr | None = Field(
+        None,
+        description="Redis (6.2 or later) or Valkey that replicas share, as `redis://host:6379/0`, or `rediss://` for "
+        "TLS, with user and password where there are some; none: a lone process.",
+    )
+    redis_cluster: bool = Field(False, description="That URL is of a node of a Redis Cluster.")
+    redis_namespace: str = Field(
+        "kvindexer",
+        pattern=r"^[A-Za-z0-9_.-]{1,100}$",
+        description="Begins the names of all keys; replicas of one namespace are replicas of each other.",
+    )
+    redis_partitions: int = Field(
+        8, ge=1, le=256, description="Streams of the log; fixed for a namespace from its first entry on."
+    )
+    replica_id: str | None = Field(
+        None,
+        min_length=1,
+        max_length=200,
+        description="Name of this replica; none: host name and process id.",
+    )
+    redis_timeout_s: float = Field(
+        3.0, gt=0, description="Seconds that Redis may take to answer; past it the connection is made anew."
+    )
+    redis_answer_timeout_s: float = Field(
+        5.0, gt=0, description="Seconds that a change waits to be in the log and applied here; past it 503."
+    )
+    redis_outbox_bytes_max: int = Field(
+        64 * 1024 * 1024,
+        ge=1_024,
+        description="Bytes of accepted entries that the log has not given back yet; past it 503.",
+    )
+    redis_lag_s_max: float = Field(
+        10.0, gt=0, description="Seconds behind the log past which /readyz says no."
     )
     snapshot_path: Path | None = Field(
         None,

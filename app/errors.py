@@ -10,12 +10,14 @@ IndexerError
 ├── LimitExceeded         a bound was met; `bound` names the setting
 │   └── BodyTooLarge      a request body is longer than we read
 ├── Overloaded            a queue is full; the same call may go through later
+├── LogAway               the log that replicas share cannot be reached, or not in time
 ├── TokenizerUnavailable  a tokenizer cannot be had now: the hub or its process does not answer
 ├── SwitchedOff           a setting leaves out what is asked for; `setting` names it
 ├── NoCandidate           no pod is there to choose from
 ├── Unresponsive          another process did not answer, or not in time
 ├── Refused               an indexer refused a request of ours; `status` is its answer
 ├── SnapshotRefused       a file is no snapshot, or not as it was written
+├── StoreFailed           snapshots cannot be written or looked for now
 ├── InvalidSettings       a setting has an unknown name or an impossible value
 ├── CannotListen          the address to listen on cannot be had
 └── NativeCoreMissing     the compiled core is absent; there is no slow path in its place
@@ -97,6 +99,10 @@ class Overloaded(IndexerError):
     """A queue is full: nothing was changed, and the same call may go through later."""
 
 
+class LogAway(IndexerError):
+    """The log that replicas share does not answer; the same call may go through later."""
+
+
 class TokenizerUnavailable(IndexerError):
     """A tokenizer cannot be had now; the same call may go through later."""
 
@@ -128,6 +134,10 @@ class Refused(IndexerError):
 
 class SnapshotRefused(IndexerError):
     """A file is not a snapshot, is of another version, or is damaged: nothing of it was used."""
+
+
+class StoreFailed(IndexerError):
+    """The place where snapshots lie does not answer, is full, or is not ours; the ones that are there stay."""
 
 
 class InvalidSettings(IndexerError):

@@ -8,7 +8,9 @@ carries 4,096 token ids, and building an object for each costs more than indexin
     token_ids      uint32, block_size a block
     extra_keys     one canonical encoding a block (see app/extra_keys.py), b"" where a block has none
 
-No behaviour here, and no check: whoever builds these values (the codec) has checked them.
+No behaviour here, and no check: whoever builds these values (the codec) has checked them. They go into the log
+of a replicated indexer as arrays (app/replication/entries.py), so a field is only ever added at the end, with a
+default, and a tag is never given twice.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Tier(enum.IntEnum):
         return self.name.lower()
 
 
-class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
+class BlockStored(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=1):
     """Consecutive blocks that a rank now holds on `tier`, the first of them a child of `parent_block_hash`.
 
     An empty `token_ids` is a placeholder: blocks that the source has named before, now also on this tier.
@@ -51,7 +53,25 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.block_hashes) // 8
 
 
-class PrefixesStored(msgspec.Struct, frozen=True, kw_only=True):
+class BlocksHashed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=5):
+    """A BlockStored that another replica hashed: `prefix_hashes` (uint64, one a block) stand in for its tokens.
+
+    They are chained to `chain_from`; None says that the event is a root's. `contents` are a SimHash and a content
+    hash (both uint64) of each leading block without extra keys, b"" where no fuzzy matches are made. `lora` is the
+    context's: None is the bare model, whatever the pod's adapter.
+    """
+
+    block_hashes: bytes
+    prefix_hashes: bytes
+    block_size: int
+    chain_from: int | None = None
+    contents: bytes = b""
+    lora: str | None = None
+    tier: Tier = Tier.GPU
+    group: int = 0
+
+
+class PrefixesStored(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=2):
     """Blocks whose prefix hashes are known, as a dump of another indexer says them; no engine does.
 
     `block_hashes[i]` is the engine's name for `prefix_hashes[i]` (uint64), and `copies[i]` (uint64, at least 1)
@@ -68,7 +88,7 @@ class PrefixesStored(msgspec.Struct, frozen=True, kw_only=True):
     group: int = 0
 
 
-class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True):
+class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=3):
     """One copy of each of these blocks left `tier`."""
 
     block_hashes: bytes
@@ -76,14 +96,14 @@ class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True):
     group: int = 0
 
 
-class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True):
+class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=4):
     """The engine reset its prefix cache: the GPU tier of this rank is empty; offload tiers are not concerned."""
 
 
-Event = BlockStored | PrefixesStored | BlockRemoved | AllBlocksCleared
+Event = BlockStored | BlocksHashed | PrefixesStored | BlockRemoved | AllBlocksCleared
 
 
-class RejectedEvent(msgspec.Struct, frozen=True, kw_only=True):
+class RejectedEvent(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """An event of a batch that was skipped.
 
     `reason` is one of a small fixed set (a metric label); `detail` is the sentence for a person.
@@ -94,7 +114,7 @@ class RejectedEvent(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
 
 
-class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
+class EventBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What one message carries, in order. `positions[i]` is the place of `events[i]` in the message.
 
     `ignored` counts events that are well-formed but say nothing about reusable prefixes

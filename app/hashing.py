@@ -33,14 +33,6 @@ def digest(data: bytes, seed: int = 0) -> int:
     return _native.xxh64(data, seed)
 
 
-def content_hashes(block_size: int, token_ids: bytes) -> bytes:
-    """SimHash and content hash (docs/fuzzy-match.md) of every full block: two uint64 each, little-endian.
-
-    What fuzzy matches know a block by; `store_prefixes` of the index takes it in place of tokens.
-    """
-    return _native.content_hashes(token_ids, block_size)
-
-
 def prefix_hashes(
     model: str,
     lora: str | None,

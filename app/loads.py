@@ -121,7 +121,9 @@ class Loads:
             if pod not in self._failing:
                 self._failing.add(pod)
                 said = str(error) or type(error).__name__
-                logger.warning("the load of pod %s cannot be read at %s: %s", pod, url, said)
+                logger.warning(
+                    "the load of pod %s cannot be read at %s: %s", pod, url, said, extra={"pod": pod}
+                )
             return
         self._failing.discard(pod)
         self._known[pod] = (self._clock(), url, ranks)

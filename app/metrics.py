@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from bisect import bisect_left
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -121,6 +122,13 @@ _PART_GAUGES = {
         "saved_bytes": "Its bytes on disk",
         "restored_blocks": "Blocks that the snapshot at the start brought",
     },
+    "replication": {
+        "lag_seconds": "Age of the newest group applied here, while the log has newer ones",
+        "away_seconds": "Time since the log could be read last; 0 while it can be",
+        "partitions_in_trouble": "Partitions of the log that are not read now",
+        "outbox_entries": "Accepted entries that the log has not given back yet",
+        "outbox_bytes": "Their bytes",
+    },
     "fuzzy": {
         "contexts": "Contexts whose blocks fuzzy matches find",
         "blocks": "Blocks that they find, removed ones too until they are swept",
@@ -154,6 +162,24 @@ _PART_COUNTERS = {
         "failed": "Snapshots that could not be written",
         "refused": "Files that were damaged or foreign",
     },
+    "replication": {
+        "appended_groups": "Groups of entries appended to the log",
+        "appended_entries": "Their entries",
+        "append_failures": "Appends that failed; each is tried again",
+        "outbox_refused": "Entries refused: redis_outbox_bytes_max",
+        "read_groups": "Groups read from the log",
+        "read_bytes": "Their bytes",
+        "read_failures": "Reads of the log that failed; each is tried again",
+        "reconnects": "Times that a partition was read again after that",
+        "applied_groups": "Groups applied",
+        "applied_entries": "Their entries",
+        "repeated_groups": "Groups left out because they had come before",
+        "fenced_entries": "Entries left out because the lease of the pod had passed on",
+        "refused_entries": "Entries that the picture of then did not allow",
+        "faults": "Entries left out by a fault of ours",
+        "hashed_blocks": "Blocks accepted here and logged as hashes",
+        "raw_blocks": "Blocks accepted here and logged with their tokens",
+    },
     "route": {
         "choices_longest_prefix": "Choices by the longest prefix",
         "choices_prefix_and_load": "Choices by prefix and load",
@@ -173,7 +199,7 @@ _PART_COUNTERS = {
     },
 }
 
-Count = Callable[[], Mapping[str, int]]
+Count = Callable[[], Mapping[str, float]]
 
 
 class _Distribution:
@@ -208,6 +234,7 @@ class Figures:
     gauges: Callable[[], Mapping[str, int]]
     counters: Callable[[], Mapping[str, int]]
     parts: Mapping[str, tuple[Count, Count]] = dataclasses.field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic  # the service's
 
 
 class Metrics:
@@ -284,7 +311,7 @@ class _FiguresCollector(Collector):
         yield _gauge("pods", "Registered pods", value=len(pods))
         yield _gauge("uptime_seconds", "Time since the start", value=stats["uptime_s"])
         yield from _pod_families(pods)
-        yield from _source_families(pods)
+        yield from _source_families(pods, self._figures.clock())
 
 
 def _part_families(parts: Mapping[str, tuple[Count, Count]]) -> Iterator[Metric]:
@@ -311,8 +338,11 @@ def _pod_families(pods: Iterable[Pod]) -> Iterator[Metric]:
     yield blocks
 
 
-def _source_families(pods: Iterable[Pod]) -> Iterator[Metric]:
+def _source_families(pods: Iterable[Pod], now_s: float) -> Iterator[Metric]:
     states = _gauge("source_state", "1 for the present state of each source", "pod", "dp_rank", "state")
+    ages = _gauge(
+        "source_last_event_age_seconds", "Time since the last batch of each source", "pod", "dp_rank"
+    )
     counters = {
         key: _counter(name, documentation, "pod", "dp_rank")
         for key, (name, documentation) in _SOURCE_COUNTERS.items()
@@ -321,9 +351,12 @@ def _source_families(pods: Iterable[Pod]) -> Iterator[Metric]:
         for dp_rank, source in pod.sources.items():
             labels = [pod.spec.name, str(dp_rank)]
             states.add_metric([*labels, source.state.value], 1)
+            if source.last_event_at_s is not None:
+                ages.add_metric(labels, now_s - source.last_event_at_s)
             for key, family in counters.items():
                 family.add_metric(labels, getattr(source, key))
     yield states
+    yield ages
     yield from counters.values()
 
 

@@ -46,18 +46,27 @@ class Owners:
         """
         if name is None or not self._settings.fuzzy:
             return 0
-        known = self._numbers.get(name)
-        if known is not None:
-            return known
-        if len(self._numbers) >= self._settings.owners_max:
-            self._forget_unclaimed()
-        if len(self._numbers) >= self._settings.owners_max:
+        self.check(name)
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._numbers[name] = self._index.add_owner()
+            self._names[number] = name
+        return number
+
+    def check(self, name: str | None) -> None:
+        """Raises LimitExceeded (`owners_max`) where `number` would."""
+        if not self.has_room_for(name):
             self.refused += 1
             detail = f"owners_max = {self._settings.owners_max} owners have blocks already"
             raise LimitExceeded(detail, bound="owners_max")
-        number = self._numbers[name] = self._index.add_owner()
-        self._names[number] = name
-        return number
+
+    def has_room_for(self, name: str | None) -> bool:
+        """Owners whose blocks are all gone make room, when it is wanted."""
+        if name is None or name in self._numbers or not self._settings.fuzzy:
+            return True
+        if len(self._numbers) >= self._settings.owners_max:
+            self._forget_unclaimed()
+        return len(self._numbers) < self._settings.owners_max
 
     def name(self, number: int) -> str | None:
         return self._names.get(number)
@@ -67,11 +76,16 @@ class Owners:
         claims = self._index.owner_claims()
         return [OwnerInfo(name, claims[self._numbers[name]]) for name in sorted(self._numbers)]
 
+    def named(self, name: str) -> list[OwnerInfo]:
+        """The owner and its roles. Raises UnknownOwner when there are none."""
+        found = [info for info in self.all() if is_named(info.owner, (name,))]
+        if not found:
+            raise UnknownOwner(name)
+        return found
+
     def clear(self, name: str) -> list[OwnerInfo]:
         """The owner and its roles claim nothing from now on; returns what they had. Raises UnknownOwner."""
-        cleared = [info for info in self.all() if is_named(info.owner, (name,))]
-        if not cleared:
-            raise UnknownOwner(name)
+        cleared = self.named(name)
         for info in cleared:
             self._forget(info.owner)
         return cleared

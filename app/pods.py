@@ -53,6 +53,7 @@ class Source:
     incomplete: bool = False  # batches or blocks were lost for good
     stream_cause: str = ""  # why `stream` is what it is, as last told; "" while nothing was
     loss_cause: str = ""  # why it is incomplete
+    away_cause: str = ""  # why nobody knows what was told since; "" while what is told comes through
     offloads: bool = False  # has spoken of a tier other than the GPU's
     last_seq: int | None = None  # newest sequence number that a match already sees
     last_digest: int | None = None  # of the batch `last_seq` of a followed stream
@@ -79,14 +80,16 @@ class Source:
 
     @property
     def state(self) -> SourceState:
-        if self.stream is SourceState.LIVE and self.incomplete:
+        if self.stream is SourceState.LIVE and (self.incomplete or self.away_cause):
             return SourceState.DEGRADED
         return self.stream
 
     @property
     def cause(self) -> str:
         """Why the state is what it is; "" while nothing was told."""
-        return self.loss_cause if self.state is SourceState.DEGRADED else self.stream_cause
+        if self.state is SourceState.DEGRADED:
+            return self.away_cause or self.loss_cause
+        return self.stream_cause
 
 
 @dataclasses.dataclass(slots=True)

@@ -20,7 +20,7 @@ import dataclasses
 import itertools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import msgspec
@@ -56,6 +56,7 @@ class Registry:
         self.pods: dict[str, Pod] = {}
         self.listeners: list[PodListener] = []
         self.answers = _native.AnswerBook()  # what answers say of each source; `_publish` keeps it true
+        self.on_silent: Callable[[str, int], None] | None = None  # decides instead of this process's clock
         self._settings = settings
         self._index = index
         self._live = live
@@ -67,7 +68,7 @@ class Registry:
 
     def register(self, spec: PodSpec) -> Pod:
         """Idempotent. What the pod holds is kept when nothing differs that it depends on."""
-        self._check(spec)
+        self.check(spec)
         old = self.pods.get(spec.name)
         if old is not None and old.spec == spec:
             return old
@@ -155,9 +156,15 @@ class Registry:
             if source.last_event_at_s is None or self._clock() - source.last_event_at_s < deadline_s:
                 return
             del self._spoke[source.index_id]
-            cause = f"silent for {deadline_s:g} s: it holds nothing now"
-            self.set_stream(source, SourceState.DOWN, cause)
-            self.reset(source, cause)
+            if self.on_silent is None:
+                self.silence(source)
+            else:
+                self.on_silent(source.pod, source.dp_rank)
+
+    def silence(self, source: Source) -> None:
+        cause = f"silent for {self._settings.http_silence_deadline_s:g} s: it holds nothing now"
+        self.set_stream(source, SourceState.DOWN, cause)
+        self.reset(source, cause)
 
     def welcome_back(self, source: Source) -> None:
         """A source that was reset for its silence spoke: what it stored before is not known any more."""
@@ -181,6 +188,27 @@ class Registry:
     def lose(self, source: Source, cause: str) -> None:
         """Something of this source was lost for good."""
         self._change(source, cause, incomplete=True)
+
+    def set_away(self, pods: Iterable[Pod], cause: str) -> None:
+        """What is told of these pods does not come through now, and why; "" when it does again. One line in the log
+        of whoever finds out, none here. O(their sources)."""
+        for pod in pods:
+            for source in pod.sources.values():
+                before = source.state
+                source.away_cause = cause
+                if source.state is before:
+                    continue
+                self._publish(source)
+                if self._live.is_heard:
+                    self._live.tell(
+                        "state",
+                        pod=source.pod,
+                        dp_rank=source.dp_rank,
+                        state=source.state.value,
+                        state_before=before.value,
+                        cause=source.cause,
+                        last_seq=source.last_seq,
+                    )
 
     def clear_gpu(self, source: Source) -> None:
         """The engine reset its prefix cache: the GPU picture is true again, other tiers are as they were."""
@@ -231,8 +259,8 @@ class Registry:
             extra={
                 "pod": source.pod,
                 "dp_rank": source.dp_rank,
-                "state": source.state.value,
-                "state_before": before.value,
+                "from": before.value,
+                "to": source.state.value,
                 "cause": cause,
                 "remedy": REMEDIES[source.state],
                 "last_seq": source.last_seq,
@@ -252,7 +280,8 @@ class Registry:
             math.nan if heard_at_s is None else heard_at_s,
         )
 
-    def _check(self, spec: PodSpec) -> None:
+    def check(self, spec: PodSpec) -> None:
+        """Raises InvalidInput or LimitExceeded for what is wrong with the spec alone."""
         if not spec.name:
             raise InvalidInput("a pod needs a name", field="pod")
         if not spec.model:

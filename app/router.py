@@ -74,7 +74,14 @@ class Router:
         }
 
     def route(
-        self, query: MatchQuery, *, policy: Policy, loads: RequestLoads, reserve: bool, ttl_s: float
+        self,
+        query: MatchQuery,
+        *,
+        policy: Policy,
+        loads: RequestLoads,
+        reserve: bool,
+        ttl_s: float,
+        dry_run: bool = False,
     ) -> RouteResult:
         """Raises NoCandidate; InvalidInput and LimitExceeded as match and add_speculative do."""
         # Every row is needed, and the hashes where they are announced: filters are for what is shown.
@@ -97,6 +104,8 @@ class Router:
             block_size=match.block_size,
             request_tokens=self._request_tokens or match.tokens,
         )
+        if dry_run:
+            return RouteResult(match, ranked, 0)
         reserved = self._reserve(ranked[0].candidate, query, match, ttl_s) if reserve else 0
         self._outstanding.add(ranked[0].candidate.place, now_s)
         self._request_tokens = mean(self._request_tokens, float(match.tokens), share=_MEAN_SHARE)

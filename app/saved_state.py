@@ -39,6 +39,7 @@ class SavedContext(msgspec.Struct, frozen=True):
     model: str
     lora: str | None
     block_size: int
+    prefixes: int = 0  # entries, about
 
 
 class SavedSource(msgspec.Struct, frozen=True):
@@ -71,6 +72,8 @@ class SavedState(msgspec.Struct, frozen=True):
     pods: list[SavedPod]
     contexts: list[SavedContext]
     slots: list[tuple[int, int, int, int, int, int, int]]
+    names: int = 0  # of prefixes by engine hashes, about
+    positions: dict[int, str] = {}  # partition of the log -> where it had been read to; {} without a log
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class Adoption:
     """What the frames need to find their place: slot of the snapshot -> (context, source) of this index."""
 
     places: list[tuple[SlotInfo, int, int]]
+    other_names: int  # beyond one a prefix, about
     saved_at: int  # ticks of the snapshot
     elapsed: int  # ticks since
     now: int
@@ -133,9 +137,10 @@ def describe(
         )
         for pod in registry.pods.values()
     ]
-    contexts = [SavedContext(c.id, c.model, c.lora, c.block_size) for c in index.contexts()]
+    contexts = [SavedContext(c.id, c.model, c.lora, c.block_size, c.prefixes) for c in index.contexts()]
     slots = [(s.context, s.slot, s.source, s.tier, s.group, s.blocks, s.digest) for s in index.slots()]
-    return SavedState(at_s, now, index_digest(registry, index), pods, contexts, slots)
+    names = index.stats().engine_keys
+    return SavedState(at_s, now, index_digest(registry, index), pods, contexts, slots, names)
 
 
 def _describe_source(source: Source, index: Index, now_s: float) -> SavedSource:
@@ -193,7 +198,16 @@ def adopt(
         if contexts[slot.context] in living and slot.source in sources
     ]
     elapsed = min(int(elapsed_s * 1000) // TICK_MS + 1, 2**31)
-    return Adoption(places, state.tick, elapsed, now, tuple(specs), left_out)
+    coming = sum(slot.blocks for slot, _, _ in places) / max(1, sum(row[5] for row in state.slots))
+    return Adoption(
+        places=places,
+        other_names=int(max(0, state.names - sum(c.prefixes for c in state.contexts)) * coming),
+        saved_at=state.tick,
+        elapsed=elapsed,
+        now=now,
+        specs=tuple(specs),
+        left_out=left_out,
+    )
 
 
 def _pod(registry: Registry, saved: SavedPod, configured: frozenset[str]) -> Pod | None:
@@ -206,15 +220,21 @@ def _pod(registry: Registry, saved: SavedPod, configured: frozenset[str]) -> Pod
         )
         if as_saved == saved.spec:
             return known
-        logger.warning("pod %s starts empty: its configuration is another than when it was saved", name)
+        logger.warning(
+            "pod %s starts empty: its configuration is another than when it was saved",
+            name,
+            extra={"pod": name},
+        )
         return None
     if saved.configured and name not in configured:
-        logger.info("pod %s is not restored: it is not in the configuration any more", name)
+        logger.info(
+            "pod %s is not restored: it is not in the configuration any more", name, extra={"pod": name}
+        )
         return None
     try:
         return registry.register(saved.spec)
     except IndexerError as error:
-        logger.warning("pod %s is not restored: %s", name, error)
+        logger.warning("pod %s is not restored: %s", name, error, extra={"pod": name})
         return None
 
 

@@ -82,6 +82,9 @@ class Problem(BaseModel):
     detail: str
     errors: list[Fault]
     bound: str | None = Field(None, description="The setting whose bound was met.")
+    request_id: str | None = Field(
+        None, description="The `X-Request-ID` of the answer; the indexer's log has it too."
+    )
 
 
 # -- events
@@ -530,6 +533,10 @@ class RouteFields(TextFields):
         False, description="Announce the prompt for the chosen rank, as `/v1/prefixes` does.", examples=[True]
     )
     ttl_s: float = Field(2.0, gt=0, description="Seconds after which that announcement expires.")
+    dry_run: bool = Field(
+        False,
+        description="Only look: nothing is announced, and the choice does not count as load of its pod.",
+    )
 
 
 class RouteRequest(PromptParts, RouteFields):

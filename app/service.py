@@ -20,7 +20,7 @@ from app.batches import Batches, BatchResult
 from app.config import Settings
 from app.dumps import Dumps
 from app.errors import InvalidInput
-from app.events import BlockRemoved, EventBatch, Tier
+from app.events import BlockRemoved, BlockStored, EventBatch, Tier
 from app.fuzzy.fuzzy_index import FuzzyIndex
 from app.fuzzy_queries import FuzzyQueries, FuzzyQuery, FuzzyResult
 from app.index.interface import Index, ticks
@@ -119,6 +119,10 @@ class IndexerService:
     def listeners(self) -> list[PodListener]:
         return self._registry.listeners
 
+    def check_spec(self, spec: PodSpec) -> None:
+        """Raises what `register` would for what is wrong with the spec alone."""
+        self._registry.check(spec)
+
     def register(self, spec: PodSpec) -> Pod:
         """Idempotent. A pod whose endpoints, model, adapter or block size change starts empty.
 
@@ -200,6 +204,23 @@ class IndexerService:
             owner=owner,
         )
 
+    def check(
+        self,
+        pod: str,
+        batch: EventBatch,
+        *,
+        model: str | None,
+        dp_rank: int,
+        seq: int | None,
+        digest: int | None = None,
+    ) -> None:
+        """Raises what `post` would, and changes nothing."""
+        self._batches.check(pod, batch, model=model, dp_rank=dp_rank, seq=seq, digest=digest)
+
+    def check_sender(self, pod: str, model: str | None, dp_rank: int) -> None:
+        """Raises what `post` would for whatever batch of this sender."""
+        self._batches.check_sender(pod, model, dp_rank)
+
     def apply(
         self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None, digest: int | None = None
     ) -> BatchResult:
@@ -218,15 +239,47 @@ class IndexerService:
             return None
         return source.last_seq, source.last_digest
 
-    def remove_everywhere(self, model: str, lora: str | None, event: BlockRemoved) -> int:
+    def chain_of(
+        self, pod: str, dp_rank: int, model: str, lora: str | None, event: BlockStored
+    ) -> int | None:
+        """The prefix that applying `event` now would chain its blocks to, for one that has a parent; None: they
+        would wait for it."""
+        known = self.pods.get(pod)
+        source = None if known is None else known.sources.get(dp_rank)
+        context = self._index.context_ids(model, lora).get(event.block_size)
+        if source is None or context is None or event.parent_block_hash is None:
+            return None
+        return self._index.chain_of(
+            source.index_id,
+            context,
+            tier=event.tier,
+            group=event.group,
+            parent=event.parent_block_hash,
+            now=self._now(),
+        )
+
+    def waiting_blocks(self, pod: str, dp_rank: int) -> int:
+        """Blocks of a rank that wait for their parent; 0 for one that is not known."""
+        known = self.pods.get(pod)
+        source = None if known is None else known.sources.get(dp_rank)
+        return 0 if source is None else self._index.orphan_blocks(source.index_id)
+
+    def remove_everywhere(
+        self,
+        model: str,
+        lora: str | None,
+        event: BlockRemoved,
+        *,
+        concerns: Callable[[str], bool] = lambda _pod: True,
+    ) -> int:
         """Removal without a source: one copy of each block leaves every pod of the model that names it.
 
-        Pods that serve another adapter than `lora` only are left alone. Returns the copies removed. Only
-        right where pods agree on their engine hashes. O(sources of the model).
+        Pods that serve another adapter than `lora` only are left alone, and those that it does not concern. Returns
+        the copies removed. Only right where pods agree on their engine hashes. O(sources of the model).
         """
         removed = 0
         for pod in self.pods.values():
-            if pod.spec.model != model or pod.spec.lora not in (None, lora):
+            if pod.spec.model != model or pod.spec.lora not in (None, lora) or not concerns(pod.spec.name):
                 continue
             for source in pod.sources.values():
                 copies = self._index.remove(
@@ -248,6 +301,20 @@ class IndexerService:
         source = self._registry.source(pod, dp_rank)
         source.restarts += restarted
         self._registry.reset(source, "the engine restarted" if restarted else "its deadline is past")
+
+    def set_away(self, cause: str, *, concerns: Callable[[str], bool]) -> None:
+        """What is told of the pods that it concerns does not come through now: their ranks are degraded for as long.
+        "" when it does again. O(ranks)."""
+        self._registry.set_away([pod for name, pod in self.pods.items() if concerns(name)], cause)
+
+    def ask_before_silence(self, ask: Callable[[str, int], None]) -> None:
+        """From now on nobody is reset for silence on this process's clock alone: `ask(pod, rank)` is told, once
+        after each batch, and whoever decides calls `silence`."""
+        self._registry.on_silent = ask
+
+    def silence(self, pod: str, dp_rank: int) -> None:
+        """A rank that posts by HTTP is silent past its deadline: it holds nothing."""
+        self._registry.silence(self._registry.source(pod, dp_rank))
 
     def set_source_state(
         self, pod: str, dp_rank: int, state: SourceState, *, gaps: int = 0, replays: int = 0, cause: str = ""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import resource
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
 
-from app import __version__
+from app import __version__, logs
 from app.api.wiring import wired
 from app.config import Settings
 from app.errors import CannotListen
@@ -25,11 +23,7 @@ _BACKLOG = 2_048
 
 def run(settings: Settings) -> bool:
     """Serves until SIGINT or SIGTERM; False when the application did not come up. Raises CannotListen."""
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    logs.configure(settings.log_level, settings.log_format)
     _allow_descriptors()
     app = create_app(settings)
     # Bound before the server starts: the fault is one sentence, and a free port is known when it is printed.
@@ -52,6 +46,11 @@ def run(settings: Settings) -> bool:
         _address(listener),
         on_end=wired(app).service.live.close,
     )
+
+    def give_up() -> None:
+        server.should_exit = True
+
+    app.start.on_failure = give_up
     # uvicorn raises the signal that ended it once more when it is done: an orderly end is not a failure.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
@@ -59,7 +58,7 @@ def run(settings: Settings) -> bool:
         server.run(sockets=[listener])
     finally:
         listener.close()
-    return server.started
+    return server.started and not app.start.failed
 
 
 class _Server(uvicorn.Server):

@@ -20,6 +20,7 @@ from app.config import load_settings
 from app.index.prefix_index import PrefixIndex
 from app.pods import PodSpec
 from app.service import IndexerService, index_limits
+from app.snapshots.file import FileStore
 from app.snapshots.keeper import SnapshotKeeper
 from benchmarks.measure import print_line, print_machine
 
@@ -30,7 +31,11 @@ def made(path: Path, blocks: int) -> tuple[IndexerService, PrefixIndex, Snapshot
     settings = load_settings(prefixes_per_context_max=2 * blocks)
     index = PrefixIndex(index_limits(settings))
     service = IndexerService(settings, index, clock=time.monotonic)
-    return service, index, SnapshotKeeper(service, index, path, configured=frozenset(), interval_s=60)
+    return (
+        service,
+        index,
+        SnapshotKeeper(service, index, FileStore(path), configured=frozenset(), interval_s=60),
+    )
 
 
 def fill(service: IndexerService, index: PrefixIndex, blocks: int, pods: int) -> None:

@@ -28,6 +28,11 @@ from starlette.routing import Route
 from app.client import AsyncClient, Load, Prompt
 from app.errors import IndexerError
 
+TRACED = (
+    "x-request-id",
+    "traceparent",
+    "tracestate",
+)  # of the request, for the indexer's log lines and spans
 HOP_BY_HOP = frozenset({"connection", "content-length", "host", "keep-alive", "transfer-encoding"})
 
 
@@ -51,8 +56,8 @@ class Router:
             body = json.loads(content)
         except ValueError:
             return _problem(400, "the body is not JSON")
-        chosen, dp_rank = await self._choose(body if isinstance(body, dict) else {})
         headers = {name: value for name, value in request.headers.items() if name not in HOP_BY_HOP}
+        chosen, dp_rank = await self._choose(body if isinstance(body, dict) else {}, headers)
         for pod in dict.fromkeys([chosen, *itertools.islice(self._turns, len(self._pods))]):
             rank = {"x-data-parallel-rank": str(dp_rank)} if pod == chosen and dp_rank is not None else {}
             url = self._pods[pod] + request.url.path
@@ -71,7 +76,7 @@ class Router:
         answer = await self._http.get(next(iter(self._pods.values())) + "/v1/models")
         return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
 
-    async def _choose(self, body: dict[str, Any]) -> tuple[str, int | None]:
+    async def _choose(self, body: dict[str, Any], headers: Mapping[str, str]) -> tuple[str, int | None]:
         """A pod, and its rank where the indexer has chosen one."""
         token_ids = await self._token_ids(body)
         if token_ids:
@@ -83,8 +88,9 @@ class Router:
                 token_ids=token_ids,
             )
             loads = {pod: Load(running=self._running[pod]) for pod in self._pods}
+            traced = {name: headers[name] for name in TRACED if name in headers}
             with contextlib.suppress(IndexerError):  # what the indexer refuses is the pod's to judge
-                answer = await self._client.route(prompt, pods=list(self._pods), loads=loads)
+                answer = await self._client.route(prompt, pods=list(self._pods), loads=loads, headers=traced)
                 if answer.pod is not None and answer.pod in self._pods:
                     return answer.pod, answer.dp_rank
         return next(self._turns), None

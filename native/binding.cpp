@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "answer_book.hpp"
+#include "flight_book.hpp"
 #include "fuzzy_index.hpp"
 #include "json_cut.hpp"
 #include "linear_scan.hpp"
@@ -49,6 +50,30 @@ ExtraKeys extra_of(const std::optional<nb::tuple>& keys) {
   return extra;
 }
 
+// Copies of a bytes object as contents: SimHash and content hash of each block.
+std::vector<Content> contents_of(const nb::bytes& buffer) {
+  static_assert(sizeof(Content) == 16);
+  std::vector<Content> contents(buffer.size() / sizeof(Content));
+  if (!contents.empty()) std::memcpy(contents.data(), buffer.data(), contents.size() * sizeof(Content));
+  return contents;
+}
+
+// Prefix hashes of all blocks; contents of the leading ones without extra keys, none where `shingle` is 0.
+nb::tuple hash_blocks(uint64_t chain_from, size_t block_size, const nb::bytes& tokens,
+                      const std::optional<nb::tuple>& keys, size_t shingle) {
+  const ExtraKeys extra = extra_of(keys);
+  const size_t blocks = tokens.size() / 4 / block_size;
+  HashChain chain(chain_from, data_of(tokens), block_size * 4, keys ? &extra : nullptr);
+  std::vector<uint64_t> prefixes(blocks);
+  for (uint64_t& prefix : prefixes) prefix = chain.next();
+  size_t plain = 0;
+  while (shingle != 0 && plain < blocks && extra.of(plain).empty()) ++plain;
+  std::vector<Content> contents(plain);
+  content_hashes(data_of(tokens), plain, block_size, shingle, contents.data());
+  return nb::make_tuple(nb::bytes(prefixes.data(), prefixes.size() * 8),
+                        nb::bytes(contents.data(), contents.size() * sizeof(Content)));
+}
+
 nb::bytes bytes_of(const std::vector<Row>& rows) {
   static_assert(sizeof(Row) == 24);
   return nb::bytes(rows.data(), rows.size() * sizeof(Row));
@@ -66,13 +91,6 @@ nb::bytes hashes_of(Hashes chain, size_t blocks) {
 nb::bytes bytes_of_holdings(const std::vector<Holding>& holdings) {
   static_assert(sizeof(Holding) == 12);
   return nb::bytes(holdings.data(), holdings.size() * sizeof(Holding));
-}
-
-// A copy: SimHash and content hash, alternating.
-std::vector<ContentHash> contents_of(const nb::bytes& buffer) {
-  std::vector<ContentHash> contents(buffer.size() / sizeof(ContentHash));
-  if (!contents.empty()) std::memcpy(contents.data(), buffer.data(), contents.size() * sizeof(ContentHash));
-  return contents;
 }
 
 void bind_index(nb::module_& m) {
@@ -125,13 +143,25 @@ void bind_index(nb::module_& m) {
            })
       .def("store_prefixes",
            [](PrefixIndex& self, uint32_t source, uint32_t context, uint32_t tier, uint32_t group,
-              const nb::bytes& engine_hashes, const nb::bytes& prefixes, const nb::bytes& copies,
-              const nb::bytes& contents, Tick now, bool count_copies, uint32_t owner) {
-             const Stored stored = self.store_prefixes(
-                 {source, tier, group}, context, words_of(engine_hashes), words_of(prefixes),
-                 words_of(copies), contents_of(contents), now, count_copies, owner);
+              const nb::bytes& engine_hashes, const nb::bytes& prefixes, const nb::bytes& copies, Tick now,
+              bool count_copies, uint32_t owner) {
+             const Stored stored =
+                 self.store_prefixes({source, tier, group}, context, words_of(engine_hashes),
+                                     words_of(prefixes), words_of(copies), now, count_copies, owner);
              return std::tuple(stored.stored, stored.orphans, stored.unknown);
            })
+      .def("store_hashed",
+           [](PrefixIndex& self, uint32_t source, uint32_t context, uint32_t tier, uint32_t group,
+              const nb::bytes& engine_hashes, std::optional<uint64_t> chain_from, const nb::bytes& prefixes,
+              const nb::bytes& contents, Tick now, bool count_copies, uint32_t owner) {
+             const Stored stored =
+                 self.store_hashed({source, tier, group}, context, words_of(engine_hashes), chain_from,
+                                   words_of(prefixes), contents_of(contents), now, count_copies, owner);
+             return std::tuple(stored.stored, stored.orphans, stored.unknown);
+           })
+      .def("chain_of", [](PrefixIndex& self, uint32_t source, uint32_t context, uint32_t tier, uint32_t group,
+                          uint64_t parent,
+                          Tick now) { return self.chain_of({source, tier, group}, context, parent, now); })
       .def("remove",
            [](PrefixIndex& self, uint32_t source, uint32_t tier, uint32_t group,
               const nb::bytes& engine_hashes, Tick now) {
@@ -175,15 +205,16 @@ void bind_index(nb::module_& m) {
       .def("clear_owner", &PrefixIndex::clear_owner)
       .def("owner_claims", &PrefixIndex::owner_claims)
       .def("names",
-           [](PrefixIndex& self, uint64_t cursor, size_t names_max, Tick now) {
+           [](PrefixIndex& self, uint64_t at, bool in_others, size_t names_max, Tick now) {
              std::vector<NameRun> runs;
+             NameCursor cursor{at, in_others};
              const bool done = self.names(cursor, names_max, now, runs);
              nb::list found;
              for (const NameRun& run : runs)
                found.append(nb::make_tuple(run.place.source, run.context, run.place.tier, run.place.group,
                                            bytes_of(run.engine_hashes), bytes_of(run.prefixes),
                                            bytes_of(run.copies)));
-             return nb::make_tuple(found, done ? nb::object(nb::none()) : nb::object(nb::cast(cursor)));
+             return nb::make_tuple(found, done, cursor.at, cursor.in_others);
            })
       .def("blocks_by_tier",
            [](const PrefixIndex& self, uint32_t source) {
@@ -219,6 +250,7 @@ void bind_index(nb::module_& m) {
              slots.contexts[old_context] = context;
              slots.slots[{old_context, old_slot}] = self.import_slot(context, {source, tier, group});
            })
+      .def("import_expect", &PrefixIndex::import_expect)
       .def("import_frame",
            [](PrefixIndex& self, const nb::bytes& frame, const SlotMap& slots, Tick saved_at, Tick elapsed,
               Tick now) {
@@ -238,6 +270,31 @@ void bind_index(nb::module_& m) {
                           now.contexts_evicted, now.orphans_dropped, now.orphans_expired,
                           now.speculative_refused, now.claims, now.claims_refused);
       });
+}
+
+// -- what is under way to the log
+
+void bind_flight(nb::module_& m) {
+  m.def("hash_blocks", &hash_blocks, "chain_from"_a, "block_size"_a, "token_ids"_a, "extra_keys"_a.none(),
+        "shingle"_a);
+  nb::class_<FlightBook>(m, "FlightBook")
+      .def(nb::init<>())
+      .def("is_empty", &FlightBook::is_empty)
+      .def("blocks", &FlightBook::blocks)
+      .def("meaning",
+           [](const FlightBook& self, uint64_t seed, uint32_t tier, uint32_t group, uint64_t engine_hash) {
+             const auto [meaning, prefix] = self.meaning(seed, tier, group, engine_hash);
+             return std::pair(static_cast<int>(meaning), prefix);
+           })
+      .def("store",
+           [](FlightBook& self, uint64_t number, uint64_t seed, uint32_t tier, uint32_t group,
+              const nb::bytes& engine_hashes, const nb::bytes& prefixes) {
+             self.store(number, seed, tier, group, words_of(engine_hashes), words_of(prefixes));
+           })
+      .def("touch", [](FlightBook& self, uint64_t number,
+                       const nb::bytes& engine_hashes) { self.touch(number, words_of(engine_hashes)); })
+      .def("clear", &FlightBook::clear)
+      .def("land", &FlightBook::land);
 }
 
 // -- answers
@@ -353,7 +410,7 @@ void bind_fuzzy(nb::module_& m) {
   m.def(
       "content_hashes",
       [](const nb::bytes& tokens, size_t block_size, size_t shingle) {
-        std::vector<ContentHash> hashes(tokens.size() / 4 / block_size);
+        std::vector<Content> hashes(tokens.size() / 4 / block_size);
         content_hashes(data_of(tokens), hashes.size(), block_size, shingle, hashes.data());
         return bytes_of_values(hashes);
       },
@@ -366,10 +423,6 @@ void bind_fuzzy(nb::module_& m) {
            [](FuzzyIndex& self, uint32_t context, const nb::bytes& prefixes, const nb::bytes& tokens) {
              const std::vector<uint64_t> known = words_of(prefixes);
              return self.insert(context, known, self.hashes(context, data_of(tokens), known.size()));
-           })
-      .def("insert_hashed",
-           [](FuzzyIndex& self, uint32_t context, const nb::bytes& prefixes, const nb::bytes& hashes) {
-             return self.insert(context, words_of(prefixes), contents_of(hashes));
            })
       .def("remove", [](FuzzyIndex& self, uint32_t context,
                         const nb::bytes& prefixes) { self.remove(context, words_of(prefixes)); })
@@ -594,6 +647,7 @@ void bind_wire(nb::module_& m) {
 NB_MODULE(_native, m) {
   m.doc() = "Native core of the KV prefix-cache indexer; see app/_native.pyi.";
   bind_fuzzy(m);
+  bind_flight(m);
   bind_index(m);
   bind_answers(m);
   bind_wire(m);

@@ -25,16 +25,17 @@ class ContentFeed {
 
   // `takes` the context; `tokens` are those of the block.
   void born(uint32_t context, uint64_t prefix, const uint8_t* tokens, size_t bytes) {
-    begin_birth(context);
+    if (!known_.empty() || !died_.empty() || context != context_ || born_.size() == kBlocksMax) flush();
+    context_ = context;
     born_.push_back(prefix);
     tokens_.insert(tokens_.end(), tokens, tokens + bytes);
   }
-  // The same for a block whose content is known by its hashes.
-  void born(uint32_t context, uint64_t prefix, const ContentHash& hash) {
-    begin_birth(context);
-    hash_tokens();
+  // The same with what is known of the tokens, in place of them.
+  void born(uint32_t context, uint64_t prefix, const Content& content) {
+    if (!tokens_.empty() || !died_.empty() || context != context_ || born_.size() == kBlocksMax) flush();
+    context_ = context;
     born_.push_back(prefix);
-    hashes_.push_back(hash);
+    known_.push_back(content);
   }
   void died(uint32_t context, uint64_t prefix) {
     if (!born_.empty() || context != context_ || died_.size() == kBlocksMax) flush();
@@ -42,34 +43,23 @@ class ContentFeed {
     died_.push_back(prefix);
   }
   void flush() {
-    hash_tokens();
-    if (!born_.empty()) index_->insert(context_, born_, hashes_);
+    if (!tokens_.empty()) known_ = index_->hashes(context_, tokens_.data(), born_.size());
+    if (!born_.empty()) index_->insert(context_, born_, known_);
     if (!died_.empty()) index_->remove(context_, died_);
     born_.clear();
-    hashes_.clear();
+    tokens_.clear();
+    known_.clear();
     died_.clear();
   }
 
  private:
   static constexpr size_t kBlocksMax = 4096;
 
-  void begin_birth(uint32_t context) {
-    if (!died_.empty() || context != context_ || born_.size() == kBlocksMax) flush();
-    context_ = context;
-  }
-  void hash_tokens() {
-    if (tokens_.empty()) return;
-    const std::vector<ContentHash> hashes =
-        index_->hashes(context_, tokens_.data(), born_.size() - hashes_.size());
-    hashes_.insert(hashes_.end(), hashes.begin(), hashes.end());
-    tokens_.clear();
-  }
-
   FuzzyIndex* index_;  // null: nothing is told
   uint32_t context_ = 0;
   std::vector<uint64_t> born_, died_;  // one of them is empty
-  std::vector<ContentHash> hashes_;    // of the first of them
-  std::vector<uint8_t> tokens_;        // of the others
+  std::vector<uint8_t> tokens_;        // of what is born, or
+  std::vector<Content> known_;         // what is known of them
 };
 
 }  // namespace kvindexer

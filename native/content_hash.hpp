@@ -10,17 +10,15 @@
 
 namespace kvindexer {
 
-struct ContentHash {
-  uint64_t simhash = 0;
-  uint64_t content = 0;
-  // Stands for "not known" where hashes come in rows.
-  bool is_none() const { return simhash == 0 && content == 0; }
+struct Content {
+  uint64_t simhash;
+  uint64_t hash;
 };
-static_assert(sizeof(ContentHash) == 16);
+static_assert(sizeof(Content) == 16);
 
 // Of `blocks` blocks that lie one behind the other.
 inline void content_hashes(const uint8_t* tokens, size_t blocks, size_t block_size, size_t shingle,
-                           ContentHash* out) {
+                           Content* out) {
   const size_t block_bytes = block_size * 4;
   size_t i = 0;
 #ifdef KVINDEXER_SIMHASH8

@@ -11,13 +11,14 @@
 #include <unordered_map>
 #include <vector>
 
+#include "block_pool.hpp"
 #include "claims.hpp"
 #include "holder_sets.hpp"
+#include "id_table.hpp"
 #include "segmented_table.hpp"
 
 namespace kvindexer {
 
-using Tick = uint32_t;
 inline constexpr size_t kTiers = 4;
 
 struct Place {  // where blocks lie, without the context
@@ -25,15 +26,6 @@ struct Place {  // where blocks lie, without the context
   uint32_t tier;
   uint32_t group;
   bool operator==(const Place&) const = default;
-};
-
-struct PrefixEntry {
-  uint64_t key;  // the prefix hash
-  SetId holders;
-  Tick last_seen : 31;        // in ticks of 100 ms: enough for six years
-  uint32_t is_plain : 1 = 0;  // the fuzzy index has been told of it (content_feed.hpp)
-  bool empty() const { return holders == kEmptySet; }
-  bool is_expired(Tick now, Tick ttl) const { return ttl != 0 && now - last_seen >= ttl; }
 };
 
 struct Mark {    // a source is expected to hold a prefix soon
@@ -103,11 +95,16 @@ struct LocalSource {
 };
 
 struct Context {
+  static constexpr size_t kPrefetchBytes = 512;  // of the records behind the one that is looked at
+
+  explicit Context(BlockPool& pool) : pool(pool), prefixes(PrefixOf{&pool}) {}
+
+  BlockPool& pool;  // of all contexts
   uint32_t id = 0;
   uint64_t seed = 0;
   size_t block_bytes = 0;  // of a block's token ids
   uint64_t last_used = 0;
-  SegmentedTable<PrefixEntry> prefixes;
+  IdTable<PrefixOf> prefixes;
   SegmentedTable<Mark> marks;
   ClaimTable claims;
   std::vector<Slot> slots;
@@ -117,7 +114,7 @@ struct Context {
   std::vector<LocalSource> sources;
   std::vector<uint32_t> free_sources;
   std::unordered_map<uint32_t, uint32_t> source_at;  // source -> index in sources
-  uint64_t evict_cursor = 0;
+  BlockId evict_at = kNoBlock;
   Tick evict_up_to = 0;   // entries not seen since are evicted ...
   size_t evict_left = 0;  // ... until so many are gone
 
@@ -192,13 +189,21 @@ struct Context {
     });
   }
 
-  PrefixEntry* find_live(uint64_t prefix, Tick now, Tick ttl) {
-    PrefixEntry* entry = prefixes.find(prefix);
-    return entry != nullptr && !entry->is_expired(now, ttl) ? entry : nullptr;
+  BlockId find_live(uint64_t prefix, Tick now, Tick ttl) const {
+    const BlockId id = prefixes.find(prefix);
+    return id != kNoBlock && !pool[id].is_expired(now, ttl) ? id : kNoBlock;
   }
-  bool is_held_by(const HolderSets& sets, const PrefixEntry& entry, const LocalSource& source) const {
+  // The record behind `id` if it is that of the prefix, as it is when both were stored together.
+  BlockId behind(const HolderSets& sets, BlockId id, uint64_t prefix) const {
+    if (id == kNoBlock) return kNoBlock;
+    const BlockRecord* const next = pool.peek(id + 1);
+    if (next == nullptr || next->prefix != prefix || next->holders == kEmptySet) return kNoBlock;
+    __builtin_prefetch(reinterpret_cast<const char*>(next) + kPrefetchBytes);
+    return sets.context(next->holders) == this->id ? id + 1 : kNoBlock;
+  }
+  bool is_held_by(const HolderSets& sets, const BlockRecord& record, const LocalSource& source) const {
     return std::any_of(source.slots.begin(), source.slots.end(),
-                       [&](uint32_t slot) { return sets.contains(entry.holders, slot); });
+                       [&](uint32_t slot) { return sets.contains(record.holders, slot); });
   }
   bool is_live(const Mark& mark, Tick now) const {
     return mark.deadline > now && mark.epoch == sources[mark.local].mark_epoch;

@@ -52,7 +52,7 @@ class FuzzyContext {
 
   // A content hash for each prefix. Those that are there already are left alone. Returns the number of new
   // entries.
-  size_t insert(std::span<const uint64_t> prefixes, std::span<const ContentHash> hashes);
+  size_t insert(std::span<const uint64_t> prefixes, std::span<const Content> hashes);
   void remove(std::span<const uint64_t> prefixes);
 
   // One prefix of the content, which may be doomed, or 0.
@@ -117,7 +117,7 @@ class FuzzyContext {
 
   bool is_doomed(uint64_t prefix) { return doomed_[0].contains(prefix) || doomed_[1].contains(prefix); }
   bool revive(uint64_t prefix);
-  bool insert_block(uint64_t prefix, const ContentHash& hash, const NearTable::Spot& spot);
+  bool insert_block(uint64_t prefix, const Content& hash, const NearTable::Spot& spot);
   std::optional<Record> survivor_of(const Record& record);
 
   void grow(size_t insertions);
@@ -149,7 +149,7 @@ inline size_t FuzzyContext::bytes() const {
 // -- insertion
 
 // What a block needs is fetched from memory, step by step, some blocks ahead.
-inline size_t FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span<const ContentHash> hashes) {
+inline size_t FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span<const Content> hashes) {
   ++version_;
   size_t added = 0;
   std::array<NearTable::Spot, kBatch> spots;
@@ -171,8 +171,7 @@ inline size_t FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span
   return added;
 }
 
-inline bool FuzzyContext::insert_block(uint64_t prefix, const ContentHash& hash,
-                                       const NearTable::Spot& spot) {
+inline bool FuzzyContext::insert_block(uint64_t prefix, const Content& hash, const NearTable::Spot& spot) {
   const auto [simhash, content] = hash;
   if (prefix == 0) return false;
   const bool revived = doomed() != 0 && revive(prefix);  // its record, if any, is found below

@@ -70,13 +70,13 @@ class FuzzyIndex {
   size_t block_size(uint32_t id) const { return contexts_.at(id)->block_size(); }
 
   // What `insert` wants to know of blocks, from their tokens.
-  std::vector<ContentHash> hashes(uint32_t id, const uint8_t* tokens, size_t blocks) const {
-    std::vector<ContentHash> found(blocks);
+  std::vector<Content> hashes(uint32_t id, const uint8_t* tokens, size_t blocks) const {
+    std::vector<Content> found(blocks);
     content_hashes(tokens, blocks, block_size(id), shingle_, found.data());
     return found;
   }
   // See FuzzyContext::insert.
-  size_t insert(uint32_t id, std::span<const uint64_t> prefixes, std::span<const ContentHash> hashes) {
+  size_t insert(uint32_t id, std::span<const uint64_t> prefixes, std::span<const Content> hashes) {
     bury();
     return contexts_.at(id)->insert(prefixes, hashes);
   }

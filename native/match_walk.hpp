@@ -1,10 +1,11 @@
 // One walk along the blocks of a prompt: how deep does every source hold it, on which tiers?
 //
-// Hashing runs kAhead blocks before probing, so that the cache misses of the probes lie in the shadow of the
-// hash chain (of 8, 16 and 24 blocks, 8 was fastest: 11.1, 12.1 and 12.3 us for 256 blocks in an index of
-// 2M), and at the first hole few hashes were for nothing. Depths are followed by the symmetric difference
-// between the holder sets of neighbouring blocks, which is nearly always empty: a walk costs the same with
-// one holder and with a thousand.
+// Most chains lie in neighbouring records (block_pool.hpp), so the block after a found one is looked for
+// there and the hash table is not asked. Where that fails, hashing runs kAhead blocks before probing, so that
+// the cache misses of the probes lie in the shadow of the hash chain (of 8, 16 and 24 blocks, 8 was
+// fastest: 11.1, 12.1 and 12.3 us for 256 blocks of which each is probed, in an index of 2M). Depths are
+// followed by the symmetric difference between the holder sets of neighbouring blocks, which is nearly always
+// empty: a walk costs the same with one holder and with a thousand.
 #pragma once
 
 #include <algorithm>
@@ -63,24 +64,29 @@ class MatchWalk {
     ++query_;
     std::array<uint64_t, kAhead> ring;
     size_t hashed = 0;
+    BlockId id = kNoBlock;
+    bool in_order = true;  // the last block lay behind the one before it, or there was none
     SetId set = kEmptySet;
     size_t open = 0;        // sources with a level without a hole
     size_t open_marks = 0;  // the same when marks count
     size_t block = 0;
     for (; block < blocks; ++block) {
-      for (; hashed < blocks && hashed < block + kAhead; ++hashed) {
-        const uint64_t ahead = hashes.next();
-        ring[hashed % kAhead] = ahead;
-        context.prefixes.prefetch(ahead);
+      const size_t ahead = in_order ? block + 1 : std::min(blocks, block + kAhead);
+      for (; hashed < ahead; ++hashed) {
+        ring[hashed % kAhead] = hashes.next();
+        if (!in_order) context.prefixes.prefetch(ring[hashed % kAhead]);
       }
       const uint64_t prefix = ring[block % kAhead];
-      PrefixEntry* const entry = context.find_live(prefix, now, ttl_);
-      const SetId here = entry == nullptr ? kEmptySet : entry->holders;
+      const BlockId neighbour = context.behind(sets_, id, prefix);
+      in_order = block == 0 || neighbour != kNoBlock;
+      id = neighbour != kNoBlock ? neighbour : context.prefixes.find(prefix);
+      BlockRecord* const record = id == kNoBlock ? nullptr : &context.pool[id];
+      const SetId here = record == nullptr || record->is_expired(now, ttl_) ? kEmptySet : record->holders;
       if (here != set) {
         follow(context, set, here, block, open);
         set = here;
       }
-      if (open != 0 && entry->last_seen != now) entry->last_seen = now;
+      if (open != 0 && record->last_seen != now) record->last_seen = now;
       if constexpr (kMarks) follow_marks(context, prefix, block, now, open_marks);
       if (open == 0 && (!kMarks || open_marks == 0)) break;
     }

@@ -59,9 +59,30 @@ class Pages {
     pages_ = pages;
   }
 
+  // So many zero pages, whatever was there, for content that fills them: they are all fetched at once. Throws
+  // as `resize` does.
+  void renew(size_t pages) {
+    if (pages == pages_) {
+      if (pages != 0) std::memset(base_, 0, bytes());
+      return;
+    }
+    void* const fresh = pages == 0 ? nullptr : map(pages, kPopulate);
+    if (fresh == MAP_FAILED) throw std::bad_alloc();
+    release();
+    base_ = fresh;
+    pages_ = pages;
+  }
+
  private:
-  static void* map(size_t pages) {
-    return mmap(nullptr, pages * kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+#ifdef __linux__
+  static constexpr int kPopulate = MAP_POPULATE;
+#else
+  static constexpr int kPopulate = 0;
+#endif
+
+  static void* map(size_t pages, int flags = 0) {
+    return mmap(nullptr, pages * kPageBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1,
+                0);
   }
 
   void release() {

@@ -1,17 +1,24 @@
 // The prefix index: context -> prefix hash -> holder slots. The contract is the docstring of
 // app/index/prefix_index.py; this text says how it is kept.
 //
-// Tables, all segmented_table.hpp:
-//   prefixes     one a context: prefix hash -> set of slots, last seen          16 bytes an entry
-//   names        one: engine hash -> prefix hash, set of slots that name it so  20 bytes; sources whose
-//   engines agree share it copies       one: (engine hash, slot) -> copies beyond the first            nearly
-//   empty aliases      one: (prefix, slot) -> names beyond the first                  nearly empty marks one
-//   a context: speculative (prefix, source) -> deadline
+// Tables.
+//   records      block_pool.hpp: prefix hash, holders, last seen and one name             28 bytes an entry
+//   prefixes     id_table.hpp, one a context: prefix hash -> record                        about 8 bytes
+//   names        id_table.hpp: engine hash -> records that carry it                        about 8 bytes
+//   other names  segmented_table.hpp: engine hash -> prefix hash, set of slots that name it so, where the
+//   record
+//                carries another engine's name already; sources whose engines agree share one
+//   copies       one: (engine hash, slot) -> copies beyond the first                       nearly empty
+//   aliases      one: (prefix, slot) -> names beyond the first                             nearly empty
+//   marks        one a context: speculative (prefix, source) -> deadline
 //
 // What is dead is masked at once and swept later. A cleared slot goes into its context's dead mask; a name
 // counts only while its slot lives, the prefix is there, has not expired and is held by that slot. So clear,
-// drop and expiry cost nothing when they happen, and `sweep` (bounded, resumed by key) takes the remains
-// away. A slot's bit is used again only after a whole pass that began behind its death.
+// drop and expiry cost nothing when they happen, and `sweep` (bounded, resumed where it stood) takes the
+// remains away. A slot's bit is used again only after a whole pass that began behind its death.
+//
+// Blocks that came together lie in neighbouring records, so that storing, removing and matching them again
+// finds the next one without a table. Whoever relies on that checks the record that it finds there.
 //
 // One limit is known and accepted: a slot names one prefix by two engine hashes (vLLM before 0.17 hides the
 // cache salt), the prefix expires, and is stored again by one of them before a sweep has met the other. Then
@@ -31,6 +38,7 @@
 #include <utility>
 #include <vector>
 
+#include "block_pool.hpp"
 #include "content_feed.hpp"
 #include "context.hpp"
 #include "hash_chain.hpp"
@@ -42,6 +50,13 @@
 
 namespace kvindexer {
 
+using NameTable = IdTable<NameOf>;
+
+// Where a walk over all names stands: at a record, then at a key of the other names.
+struct NameCursor {
+  uint64_t at = 0;
+  bool in_others = false;
+};
 struct Limits {
   Tick ttl = 0;  // 0: entries do not expire
   size_t contexts_max = 1000;
@@ -103,6 +118,7 @@ class PrefixIndex {
   explicit PrefixIndex(const Limits& limits, FuzzyIndex* contents = nullptr)
       : limits_(limits),
         walk_(sets_, limits.ttl),
+        names_(NameOf{&pool_}),
         orphans_(limits.orphan_blocks_max),
         contents_(contents),
         owners_(limits.claims_max) {}
@@ -136,11 +152,21 @@ class PrefixIndex {
                bool count_copies, uint32_t owner);
   Stored place(const Place& place, std::span<const uint64_t> engine_hashes, Tick now, bool count_copies,
                uint32_t owner);
-  // Prefixes whose hashes are known, each with its number of copies and, when it is plain, those of its
-  // content (no contents: none is known to be plain).
+  // Prefixes whose hashes are known, each with its number of copies.
   Stored store_prefixes(const Place& place, uint32_t context, std::span<const uint64_t> engine_hashes,
-                        std::span<const uint64_t> prefixes, std::span<const uint64_t> copies,
-                        std::span<const ContentHash> contents, Tick now, bool count_copies, uint32_t owner);
+                        std::span<const uint64_t> prefixes, std::span<const uint64_t> copies, Tick now,
+                        bool count_copies, uint32_t owner);
+  // A `store` whose hashes were computed elsewhere; `chain_from` is the prefix before the first block, none
+  // for a root event. `contents` are those of the leading blocks without extra keys.
+  Stored store_hashed(const Place& place, uint32_t context, std::span<const uint64_t> engine_hashes,
+                      std::optional<uint64_t> chain_from, std::span<const uint64_t> prefixes,
+                      std::vector<Content> contents, Tick now, bool count_copies, uint32_t owner);
+  // The prefix on which `store` would chain a child of `parent`.
+  std::optional<uint64_t> chain_of(const Place& place, uint32_t context, uint64_t parent, Tick now) {
+    const std::optional<Named> named =
+        resolve(place.source, parent, now, contexts_.at(context).get(), &place);
+    return named ? std::optional(named->prefix) : std::nullopt;
+  }
   Removed remove(const Place& place, std::span<const uint64_t> engine_hashes, Tick now);
   void clear(uint32_t source, std::optional<uint32_t> tier, std::optional<uint32_t> context);
 
@@ -165,7 +191,7 @@ class PrefixIndex {
   std::vector<Holding> holdings(uint32_t context, std::span<const uint64_t> prefixes, Tick now);
   // About `names_max` of what all slots hold, from `cursor` on (0 at first) in an order of the table's own;
   // true when there is no more.
-  bool names(uint64_t& cursor, size_t names_max, Tick now, std::vector<NameRun>& runs);
+  bool names(NameCursor& cursor, size_t names_max, Tick now, std::vector<NameRun>& runs);
   std::array<uint64_t, kTiers> blocks_by_tier(uint32_t source) const;
   std::vector<SlotRow> slots() const;
   uint64_t orphan_blocks(uint32_t source) const { return orphans_.blocks_of(source); }
@@ -182,6 +208,7 @@ class PrefixIndex {
   // The frames of a snapshot in their order, into slots that were made for it and hold nothing. False: not a
   // frame, and what of it was read has been taken in.
   uint32_t import_slot(uint32_t context, const Place& place);
+  void import_expect(size_t other_names) { other_names_.reserve(other_names); }
   bool import_frame(std::span<const uint8_t> frame, const SlotMap& slots, const Aging& aging);
 
   // -- time
@@ -194,18 +221,30 @@ class PrefixIndex {
   static constexpr size_t kAhead = MatchWalk::kAhead;
 
 #pragma pack(push, 1)
-  struct Name {
+  struct OtherName {
     uint64_t key;  // mix64(engine hash): engines may count 1, 2, 3
     uint64_t prefix;
     SetId owners;
     bool empty() const { return owners == kEmptySet; }
   };
-  struct Touched {  // a name of this key changed behind an export
+  struct Touched {  // a name of this key changed while an export is under way
     uint64_t key;
     uint32_t times;
     bool empty() const { return times == 0; }
   };
 #pragma pack(pop)
+  // Where a name lies: in its record or, when that is kNoBlock, among the other names. One of both is there,
+  // or there is no name.
+  struct Naming {
+    BlockId id = kNoBlock;
+    OtherName* other = nullptr;
+    explicit operator bool() const { return id != kNoBlock || other != nullptr; }
+  };
+  struct ListedName {  // of an export
+    uint64_t key, prefix;
+    SetId owners, holders;
+    Tick last_seen;
+  };
   struct Imported {  // a set of slots in a frame that is being read, and what was added to each of them
     SetId id = kEmptySet;
     Context* context = nullptr;
@@ -214,58 +253,95 @@ class PrefixIndex {
   };
   struct Frame {  // blocks on their way into a slot, one after the other
     Place place;
-    std::vector<uint64_t> engine_hashes;
-    std::vector<uint64_t> prefixes;
-    std::vector<bool> living;  // empty: all
-    size_t next = 0;
-    std::vector<uint64_t> copies = {};       // empty: they are counted; else this is how many there are
-    std::vector<uint8_t> own_tokens = {};    // of an orphan
-    const uint8_t* tokens = nullptr;         // of all blocks; null: not known
-    std::vector<ContentHash> contents = {};  // of blocks that came without tokens; empty: of none
-    size_t plain = 0;                        // leading blocks on whose chains nobody has extra keys
-    uint32_t owner = 0;
+    std::span<const uint64_t> engine_hashes = {}, prefixes = {};
+    std::span<const uint64_t> copies = {};  // empty: they are counted; else this is how many there are
+    const uint8_t* tokens = nullptr;        // of all blocks; null: not known
+    std::vector<Content> contents = {};     // of the plain blocks, where their tokens are not known
+    size_t plain = 0;                       // leading blocks on whose chains nobody has extra keys
+    BlockId before = kNoBlock;              // of the block before the next one
+    bool in_order = true;                   // the last block lay behind the one before it
     bool restating = false;  // a root event: leading blocks that the slot names are told again, not copied
     std::optional<uint32_t> slot = {};  // made with the first block that is stored
-  };
-  struct StoredBlock {
-    PrefixEntry* entry;  // until the table of prefixes changes
-    bool was_named;      // the slot named it before
+    uint32_t owner = 0;
+    size_t next = 0;
+    Orphan orphan = {};  // what waited until now, and owns what the spans refer to
+    std::vector<uint64_t> own_prefixes = {};
+
+    bool is_living(size_t block) const { return orphan.living.empty() || orphan.living[block]; }
   };
   struct Named {
     Context* context;
     uint64_t prefix;
+    BlockId id;
   };
-  enum class Stage { kGraveyard, kPrefixes, kMarks, kClaims, kNames, kCopies, kAliases };
+  struct Target {  // a name that loses a copy
+    Context* context;
+    uint32_t slot;
+    Naming name;
+  };
+  struct Removal {
+    Place place;
+    BlockId near = kNoBlock;  // the record whose name was removed last
+    int32_t step = 0;         // from the record before to that one, when they are neighbours
+    bool discards = false;    // that record is gone
+    Context* context = nullptr;
+    std::optional<uint32_t> slot = {};  // of the place in `context`
+  };
+  enum class Stage { kGraveyard, kRecords, kMarks, kClaims, kOtherNames, kCopies, kAliases };
 
   // prefix_index_events.cpp
   void drop_context(uint32_t id);
   uint32_t local_source(Context& context, uint32_t source);
   uint32_t slot_of(Context& context, const Place& place);
-  bool holds(Context& context, uint32_t slot, uint64_t prefix, Tick now) const;
+  bool holds(uint32_t slot, BlockId id, Tick now) const {
+    return id != kNoBlock && !pool_[id].is_expired(now, limits_.ttl) &&
+           sets_.contains(pool_[id].holders, slot);
+  }
   std::optional<Named> resolve(uint32_t source, uint64_t engine_hash, Tick now, const Context* only,
                                const Place* preferred);
-  std::vector<uint64_t> hash_blocks(const Context& context, uint64_t chain_from, size_t blocks,
-                                    const uint8_t* tokens, const ExtraKeys& extra) const;
-  uint64_t store_frames(Context& context, Frame first, Tick now, bool count_copies);
+  void hash_blocks(const Context& context, uint64_t chain_from, size_t blocks, const uint8_t* tokens,
+                   const ExtraKeys& extra, std::vector<uint64_t>& prefixes) const;
+  uint64_t store_frame(Context& context, Frame first, Tick now, bool count_copies);
+  BlockId find_next(Context& context, Frame& frame);
+  void store_block(Context& context, Frame& frame, Tick now, bool count_copies, bool told);
+  bool store_name(Context& context, uint32_t slot, uint64_t key, uint64_t prefix, BlockId& id, Tick now,
+                  bool count_copies);
   void release_waiters(Context& context, uint32_t source, uint64_t engine_hash, uint64_t prefix, bool plain,
                        std::vector<Frame>& frames);
   static size_t plain_blocks(bool parent, const ExtraKeys& extra, size_t blocks);
-  // Nobody holds the prefix any more.
-  void die(Context& context, const PrefixEntry& entry) {
-    owners_.drop(context.claims, entry.key);
-    if (entry.is_plain) contents_.died(context.id, entry.key);
+  // Nobody holds the record any more.
+  void die(Context& context, const BlockRecord& record) {
+    owners_.drop(context.claims, record.prefix);
+    if (record.is_plain) contents_.died(context.id, record.prefix);
   }
-  StoredBlock store_block(Context& context, uint32_t slot, uint64_t engine_hash, uint64_t prefix, Tick now,
-                          bool count_copies);
-  void tell(const Context& context, const Frame& frame, size_t block, PrefixEntry& entry);
-  Name* find_own_name(const Context& context, uint32_t slot, uint64_t key, uint64_t prefix, Tick now);
-  PrefixEntry* hold(Context& context, uint32_t slot, PrefixEntry* entry, uint64_t prefix, Tick now);
-  void own(Context& context, uint32_t slot, Name* name, uint64_t key, uint64_t prefix);
-  void disown(Context& context, uint32_t slot, Name* name, Tick now);
   void confirm(Context& context, uint64_t prefix, uint32_t local);
-  void prefetch_removal(std::span<const uint64_t> engine_hashes, size_t block);
-  uint64_t remove_name(const Place& place, uint64_t engine_hash, Tick now);
   void replace(SetId& set, SetId by);
+
+  // records
+  BlockId add_record(Context& context, uint64_t prefix, SetId holders, Tick last_seen);
+  void hold(Context& context, uint32_t slot, BlockId& id, uint64_t prefix, Tick now);
+  void unname(BlockId id);
+  void discard(Context& context, BlockId id);
+
+  // names
+  template <class Visit>  // bool(Naming): true when it has seen enough
+  void each_name(uint64_t key, Visit visit);
+  SetId owners_of(const Naming& name) const {
+    return name.id != kNoBlock ? pool_[name.id].owners : name.other->owners;
+  }
+  bool owns(const Naming& name, const Context& context, uint32_t slot) const {
+    const SetId owners = owners_of(name);
+    return sets_.context(owners) == context.id && sets_.contains(owners, slot);
+  }
+  Naming find_own_name(Context& context, uint32_t slot, uint64_t key, uint64_t prefix, BlockId id, Tick now);
+  void add_name(BlockId id, uint64_t key, SetId owners);
+  void set_owners(const Naming& name, SetId owners);
+  void own(Context& context, uint32_t slot, const Naming& name, BlockId id, uint64_t key);
+  void disown(Context& context, uint32_t slot, const Naming& name, Tick now);
+  void uncount(uint64_t key, SetId owners, SetId left);
+  void find_targets(Removal& removal, uint64_t key);
+  uint64_t remove_name(Removal& removal, uint64_t key, Tick now);
+  void prefetch_removal(const Removal& removal, std::span<const uint64_t> engine_hashes, size_t block) const;
 
   Context& use(uint32_t id) {
     Context& context = *contexts_.at(id);
@@ -276,33 +352,36 @@ class PrefixIndex {
     const auto found = contexts_.find(id);
     return found == contexts_.end() ? nullptr : found->second.get();
   }
-  bool owns(const Name& name, const Context& context, uint32_t slot) const {
-    return sets_.context(name.owners) == context.id && sets_.contains(name.owners, slot);
-  }
-
   // Invariant: whatever changes a name calls this, so that an export under way writes the name again.
   void touch(uint64_t key) {
-    if (exporting_ && (walk_done_ || key < export_cursor_) && touched_.find(key) == nullptr)
-      touched_.insert(Touched{key, 1});
+    if (exporting_ && touched_.find(key) == nullptr) touched_.insert(Touched{key, 1});
   }
 
   // prefix_index_snapshot.cpp
-  std::vector<uint8_t> frame_of(std::span<const uint64_t> void_keys, std::span<const Name> found);
+  template <class Visit>  // bool(ListedName): false when it has had enough
+  bool walk_names(NameCursor& cursor, Visit visit) const;
+  ListedName listed(const BlockRecord& record) const {
+    return {record.name, record.prefix, record.owners, record.holders, record.last_seen};
+  }
+  ListedName listed(const OtherName& name) const;
+  std::vector<uint8_t> frame_of(std::span<const uint64_t> void_keys, std::span<const ListedName> found);
   void disown_all(uint64_t key, Tick now);
   bool import_names(FrameReader& in, std::vector<Imported>& sets, const Aging& aging);
-  void import_name(uint64_t key, uint64_t prefix, Tick last_seen, Imported& set);
+  void import_name(uint64_t key, uint64_t prefix, Tick last_seen, Imported& set, BlockId& before);
 
   // prefix_index_upkeep.cpp
-  void forget(Context& context, const PrefixEntry& entry);
+  void forget(Context& context, BlockId id);
   void evict(Context& context);
+  BlockId some_record(const Context& context);
   void choose_victims(Context& context);
   void sweep_stage(Tick now, size_t visits_max, Swept& swept);
+  size_t sweep_records(Tick now, size_t visits_max, Swept& swept);
   template <class Slice>
   void sweep_contexts(Swept& swept, Stage next, Slice slice);
   void enter_stage(Stage stage);
-  bool keep_prefix(Context& context, PrefixEntry& entry, Tick now, Swept& swept);
-  bool keep_name(Name& name, Tick now);
-  SetId living_owners(const Name& name, Tick now);
+  void clean_record(BlockId id, Tick now, Swept& swept);
+  bool keep_name(OtherName& name, Tick now);
+  SetId living_owners(const OtherName& name, Tick now);
   bool sweep_graveyard();
 
   const Limits limits_;
@@ -314,13 +393,16 @@ class PrefixIndex {
 
   HolderSets sets_;
   MatchWalk walk_;
-  SegmentedTable<Name> names_;
+  BlockPool pool_;
+  NameTable names_;
+  SegmentedTable<OtherName> other_names_;
   SurplusTable copies_, aliases_;
   OrphanBook orphans_;
   ContentFeed contents_;
   OwnerBook owners_;
-  size_t marks_ = 0;                                    // in all contexts, dead ones too until they are swept
-  std::vector<std::pair<Context*, uint32_t>> targets_;  // of one removal
+  size_t marks_ = 0;              // in all contexts, dead ones too until they are swept
+  std::vector<Target> targets_;   // of one removal
+  std::vector<uint64_t> hashed_;  // prefixes of the event that is being stored
 
   std::vector<std::unique_ptr<Context>> graveyard_;  // dropped contexts, taken apart in slices
   Stage stage_ = Stage::kGraveyard;
@@ -333,10 +415,40 @@ class PrefixIndex {
   Statistics statistics_;
 
   bool exporting_ = false;
-  bool walk_done_ = false;      // every name has been written once
-  uint64_t export_cursor_ = 0;  // names with smaller keys have been
+  NameCursor export_cursor_;
   SegmentedTable<Touched> touched_;
   std::vector<std::pair<uint32_t, uint64_t>> gone_;  // (context, prefix) since the last frame
 };
+
+template <class Visit>
+void PrefixIndex::each_name(uint64_t key, Visit visit) {
+  bool enough = false;
+  names_.each(key, [&](BlockId id) { return enough = visit(Naming{id, nullptr}); });
+  if (enough || other_names_.size() == 0) return;
+  for (OtherName* name = other_names_.find(key); name != nullptr; name = other_names_.next_equal(name))
+    if (visit(Naming{kNoBlock, name})) return;
+}
+
+// Records that are free, or whose name nobody owns, are passed over, but not too many in one go.
+template <class Visit>
+bool PrefixIndex::walk_names(NameCursor& cursor, Visit visit) const {
+  constexpr size_t kPassedOverMax = 65'536;
+  size_t passed_over = 0;
+  while (!cursor.in_others) {
+    const BlockId id = static_cast<BlockId>(cursor.at);
+    if (id >= pool_.end()) {
+      cursor = {0, true};
+      break;
+    }
+    const BlockRecord* const record = pool_.peek(id);
+    cursor.at = record == nullptr ? BlockPool::chunk_after(id) : id + 1;
+    if (record == nullptr || record->holders == kEmptySet || record->owners == kEmptySet) {
+      if (++passed_over == kPassedOverMax) return false;
+    } else if (!visit(listed(*record))) {
+      return false;
+    }
+  }
+  return other_names_.walk(cursor.at, [&](const OtherName& name) { return visit(listed(name)); });
+}
 
 }  // namespace kvindexer

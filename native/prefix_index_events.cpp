@@ -1,6 +1,7 @@
 // Contexts, sources and events: how what engines say becomes names and holders.
 #include <algorithm>
 #include <map>
+#include <new>
 
 #include "prefix_index.hpp"
 
@@ -17,7 +18,7 @@ std::pair<uint32_t, std::optional<uint32_t>> PrefixIndex::add_context(uint64_t s
     drop_context(*evicted);
     ++statistics_.contexts_evicted;
   }
-  auto context = std::make_unique<Context>();
+  auto context = std::make_unique<Context>(pool_);
   context->id = ++context_count_;
   context->seed = seed;
   context->block_bytes = size_t{block_size} * 4;
@@ -90,6 +91,7 @@ Stored PrefixIndex::store(const Place& place, uint32_t id, std::span<const uint6
   const size_t blocks = engine_hashes.size();
   uint64_t chain_from = context.seed;
   bool plain = true;
+  BlockId before = kNoBlock;
   if (parent) {
     const std::optional<Named> named = resolve(place.source, *parent, now, &context, &place);
     if (!named) {
@@ -106,17 +108,17 @@ Stored PrefixIndex::store(const Place& place, uint32_t id, std::span<const uint6
       return {0, waiting, 0};
     }
     chain_from = named->prefix;
-    plain = context.prefixes.find(chain_from)->is_plain;
+    plain = pool_[named->id].is_plain;
+    before = named->id;
   }
-  Frame frame{place,
-              {engine_hashes.begin(), engine_hashes.end()},
-              hash_blocks(context, chain_from, blocks, tokens, extra),
-              {}};
+  hash_blocks(context, chain_from, blocks, tokens, extra, hashed_);
+  Frame frame{.place = place, .engine_hashes = engine_hashes, .prefixes = hashed_};
   frame.tokens = tokens;
   frame.plain = plain_blocks(plain, extra, blocks);
+  frame.before = before;
   frame.restating = !parent && blocks > 1;
   frame.owner = owner;
-  return {store_frames(context, std::move(frame), now, count_copies), 0, 0};
+  return {store_frame(context, std::move(frame), now, count_copies), 0, 0};
 }
 
 Stored PrefixIndex::place(const Place& place, std::span<const uint64_t> engine_hashes, Tick now,
@@ -129,56 +131,72 @@ Stored PrefixIndex::place(const Place& place, std::span<const uint64_t> engine_h
       ++result.unknown;
       continue;
     }
-    Frame frame{place, {engine_hash}, {named->prefix}, {}};
+    Frame frame{.place = place, .engine_hashes = {&engine_hash, 1}, .prefixes = {&named->prefix, 1}};
     frame.owner = owner;
-    result.stored += store_frames(use(named->context->id), std::move(frame), now, count_copies);
+    result.stored += store_frame(use(named->context->id), std::move(frame), now, count_copies);
   }
   return result;
 }
 
 Stored PrefixIndex::store_prefixes(const Place& place, uint32_t id, std::span<const uint64_t> engine_hashes,
                                    std::span<const uint64_t> prefixes, std::span<const uint64_t> copies,
-                                   std::span<const ContentHash> contents, Tick now, bool count_copies,
-                                   uint32_t owner) {
+                                   Tick now, bool count_copies, uint32_t owner) {
   orphans_.expire(now, limits_.ttl);
-  Frame frame{place, {engine_hashes.begin(), engine_hashes.end()}, {prefixes.begin(), prefixes.end()}, {}};
-  frame.copies.assign(copies.begin(), copies.end());
-  frame.contents.assign(contents.begin(), contents.end());
+  Frame frame{.place = place, .engine_hashes = engine_hashes, .prefixes = prefixes, .copies = copies};
   frame.owner = owner;
-  return {store_frames(use(id), std::move(frame), now, count_copies), 0, 0};
+  return {store_frame(use(id), std::move(frame), now, count_copies), 0, 0};
+}
+
+Stored PrefixIndex::store_hashed(const Place& place, uint32_t id, std::span<const uint64_t> engine_hashes,
+                                 std::optional<uint64_t> chain_from, std::span<const uint64_t> prefixes,
+                                 std::vector<Content> contents, Tick now, bool count_copies, uint32_t owner) {
+  orphans_.expire(now, limits_.ttl);
+  Context& context = use(id);
+  Frame frame{.place = place, .engine_hashes = engine_hashes, .prefixes = prefixes};
+  const BlockId parent = chain_from ? context.prefixes.find(*chain_from) : kNoBlock;
+  if (!chain_from || (parent != kNoBlock && pool_[parent].is_plain)) frame.plain = contents.size();
+  frame.contents = std::move(contents);
+  frame.before = parent;
+  frame.restating = !chain_from && engine_hashes.size() > 1;
+  frame.owner = owner;
+  return {store_frame(context, std::move(frame), now, count_copies), 0, 0};
 }
 
 // What the source calls `engine_hash`: in one context or, when that is null, in any; of several slots that
-// name it so, the preferred place comes first, then the others by tier, group and context.
+// name it so, the preferred place comes first, then the others by tier, group and the context's seed, which
+// is the same in every process.
 std::optional<PrefixIndex::Named> PrefixIndex::resolve(uint32_t source, uint64_t engine_hash, Tick now,
                                                        const Context* only, const Place* preferred) {
   std::optional<Named> best;
-  std::array<uint32_t, 4> best_rank{};
-  for (const Name* name = names_.find(mix64(engine_hash)); name != nullptr; name = names_.next_equal(name)) {
-    Context* const context = find_context(sets_.context(name->owners));
-    if (context == nullptr || (only != nullptr && context != only)) continue;
+  std::array<uint64_t, 4> best_rank{};
+  each_name(mix64(engine_hash), [&](const Naming& name) {
+    const SetId owners = owners_of(name);
+    Context* const context = find_context(sets_.context(owners));
+    if (context == nullptr || (only != nullptr && context != only)) return false;
     const LocalSource* const local = context->find_source(source);
-    if (local == nullptr) continue;
+    if (local == nullptr) return false;
+    const BlockId id = name.id != kNoBlock ? name.id : context->prefixes.find(name.other->prefix);
     for (const uint32_t number : local->slots) {
       const Slot& slot = context->slots[number];
       const bool is_preferred =
           preferred != nullptr && slot.tier == preferred->tier && slot.group == preferred->group;
-      const std::array<uint32_t, 4> rank{is_preferred ? 0u : 1u, slot.tier, slot.group, context->id};
-      if ((best && rank >= best_rank) || !sets_.contains(name->owners, number)) continue;
-      if (!holds(*context, number, name->prefix, now)) continue;
-      best = Named{context, name->prefix};
+      const std::array<uint64_t, 4> rank{is_preferred ? 0u : 1u, slot.tier, slot.group, context->seed};
+      if ((best && rank >= best_rank) || !sets_.contains(owners, number)) continue;
+      if (!holds(number, id, now)) continue;
+      best = Named{context, pool_[id].prefix, id};
       best_rank = rank;
     }
-  }
+    return false;
+  });
   return best;
 }
 
-std::vector<uint64_t> PrefixIndex::hash_blocks(const Context& context, uint64_t chain_from, size_t blocks,
-                                               const uint8_t* tokens, const ExtraKeys& extra) const {
+void PrefixIndex::hash_blocks(const Context& context, uint64_t chain_from, size_t blocks,
+                              const uint8_t* tokens, const ExtraKeys& extra,
+                              std::vector<uint64_t>& prefixes) const {
   HashChain chain(chain_from, tokens, context.block_bytes, extra.ends.empty() ? nullptr : &extra);
-  std::vector<uint64_t> prefixes(blocks);
+  prefixes.resize(blocks);
   for (uint64_t& prefix : prefixes) prefix = chain.next();
-  return prefixes;
 }
 
 // How many leading blocks have no extra keys, on top of a parent that is plain or not.
@@ -189,7 +207,7 @@ size_t PrefixIndex::plain_blocks(bool parent, const ExtraKeys& extra, size_t blo
 }
 
 // Stores the blocks of a frame and of every orphan that they release, depth first.
-uint64_t PrefixIndex::store_frames(Context& context, Frame first, Tick now, bool count_copies) {
+uint64_t PrefixIndex::store_frame(Context& context, Frame first, Tick now, bool count_copies) {
   uint64_t stored = 0;
   const bool told = contents_.takes(context.id);
   std::vector<Frame> frames;
@@ -201,27 +219,13 @@ uint64_t PrefixIndex::store_frames(Context& context, Frame first, Tick now, bool
       continue;
     }
     const size_t block = frame.next++;
-    if (block + kAhead < frame.prefixes.size()) {
-      context.prefixes.prefetch(frame.prefixes[block + kAhead]);
-      names_.prefetch(mix64(frame.engine_hashes[block + kAhead]));
-    }
-    const uint64_t engine_hash = frame.engine_hashes[block];
-    const uint64_t prefix = frame.prefixes[block];
-    if (frame.living.empty() || frame.living[block]) {
-      if (!frame.slot) frame.slot = slot_of(context, frame.place);
-      const bool count = count_copies && !frame.restating && frame.copies.empty();
-      const StoredBlock kept = store_block(context, *frame.slot, engine_hash, prefix, now, count);
-      if (!kept.was_named) frame.restating = false;
-      if (told && !kept.entry->is_plain) tell(context, frame, block, *kept.entry);
-      if (told && frame.owner != 0) owners_.claim(context.claims, prefix, *frame.slot, frame.owner);
-      if (!frame.copies.empty()) {
-        touch(mix64(engine_hash));
-        copies_.set(mix64(engine_hash), context.id, *frame.slot, frame.copies[block] - 1);
-      }
+    if (frame.is_living(block)) {
+      store_block(context, frame, now, count_copies, told);
       ++stored;
     }
     if (!orphans_.is_empty())
-      release_waiters(context, frame.place.source, engine_hash, prefix, block < frame.plain, frames);
+      release_waiters(context, frame.place.source, frame.engine_hashes[block], frame.prefixes[block],
+                      block < frame.plain, frames);
   }
   contents_.flush();
   return stored;
@@ -232,128 +236,143 @@ uint64_t PrefixIndex::store_frames(Context& context, Frame first, Tick now, bool
 void PrefixIndex::release_waiters(Context& context, uint32_t source, uint64_t engine_hash, uint64_t prefix,
                                   bool plain, std::vector<Frame>& frames) {
   for (Orphan& orphan : orphans_.take_waiting(source, context.id, engine_hash)) {
-    std::vector<uint64_t> prefixes =
-        hash_blocks(context, prefix, orphan.engine_hashes.size(), orphan.tokens.data(), orphan.extra);
-    const PrefixEntry* const entry = plain ? nullptr : context.prefixes.find(prefix);
-    Frame frame{orphan.place, std::move(orphan.engine_hashes), std::move(prefixes), std::move(orphan.living)};
-    frame.own_tokens = std::move(orphan.tokens);
-    frame.tokens = frame.own_tokens.data();
-    frame.plain = plain_blocks(plain || (entry != nullptr && entry->is_plain), orphan.extra,
-                               frame.engine_hashes.size());
-    frame.owner = orphan.owner;
+    const BlockId before = context.prefixes.find(prefix);
+    const bool parent = plain || (before != kNoBlock && pool_[before].is_plain);
+    Frame frame{.place = orphan.place};
+    frame.orphan = std::move(orphan);
+    frame.engine_hashes = frame.orphan.engine_hashes;
+    hash_blocks(context, prefix, frame.engine_hashes.size(), frame.orphan.tokens.data(), frame.orphan.extra,
+                frame.own_prefixes);
+    frame.prefixes = frame.own_prefixes;
+    frame.tokens = frame.orphan.tokens.data();
+    frame.plain = plain_blocks(parent, frame.orphan.extra, frame.engine_hashes.size());
+    frame.before = before;
+    frame.owner = frame.orphan.owner;
     frames.push_back(std::move(frame));
   }
 }
 
-// Tells the fuzzy index of a block that it does not have, should it be plain.
-void PrefixIndex::tell(const Context& context, const Frame& frame, size_t block, PrefixEntry& entry) {
+// The block that comes next in a frame (`next` is past it already).
+void PrefixIndex::store_block(Context& context, Frame& frame, Tick now, bool count_copies, bool told) {
+  const size_t block = frame.next - 1;
+  const uint64_t key = mix64(frame.engine_hashes[block]);
   const uint64_t prefix = frame.prefixes[block];
-  if (block < frame.plain)
-    contents_.born(context.id, prefix, frame.tokens + block * context.block_bytes, context.block_bytes);
-  else if (!frame.contents.empty() && !frame.contents[block].is_none())
-    contents_.born(context.id, prefix, frame.contents[block]);
-  else
-    return;
-  entry.is_plain = true;
+  if (!frame.slot) frame.slot = slot_of(context, frame.place);
+  BlockId id = find_next(context, frame);
+  const bool count = count_copies && !frame.restating && frame.copies.empty();
+  if (!store_name(context, *frame.slot, key, prefix, id, now, count)) frame.restating = false;
+  frame.before = id;
+  if (!frame.copies.empty()) {
+    touch(key);
+    copies_.set(key, context.id, *frame.slot, frame.copies[block] - 1);
+  }
+  BlockRecord& record = pool_[id];
+  record.last_seen = now;
+  if (told && block < frame.plain && !record.is_plain) {
+    record.is_plain = true;
+    if (frame.tokens != nullptr)
+      contents_.born(context.id, prefix, frame.tokens + block * context.block_bytes, context.block_bytes);
+    else
+      contents_.born(context.id, prefix, frame.contents[block]);
+  }
+  if (told && frame.owner != 0) owners_.claim(context.claims, prefix, *frame.slot, frame.owner);
+  if (marks_ != 0) confirm(context, prefix, context.slots[*frame.slot].local);
 }
 
-PrefixIndex::StoredBlock PrefixIndex::store_block(Context& context, uint32_t slot, uint64_t engine_hash,
-                                                  uint64_t prefix, Tick now, bool count_copies) {
-  const uint64_t key = mix64(engine_hash);
-  Name* const name = find_own_name(context, slot, key, prefix, now);
-  PrefixEntry* entry = context.prefixes.find(prefix);
-  if (entry != nullptr && entry->is_expired(now, limits_.ttl)) {
-    forget(context, *entry);
-    context.prefixes.erase(entry);
-    ++statistics_.expired;
-    entry = nullptr;
+// The record of a frame's next block, kNoBlock when its prefix is new. Tables are asked only where the block
+// does not lie behind the one before it; then what the next kAhead blocks need of them is fetched early.
+BlockId PrefixIndex::find_next(Context& context, Frame& frame) {
+  const size_t block = frame.next - 1;
+  BlockId id = context.behind(sets_, frame.before, frame.prefixes[block]);
+  const bool was_in_order = frame.in_order;
+  if (id == kNoBlock) {
+    id = context.prefixes.find(frame.prefixes[block]);
+    frame.in_order = block == 0 && id != kNoBlock;
+  } else {
+    frame.in_order = true;
   }
-  const bool held = entry != nullptr && sets_.contains(entry->holders, slot);
-  const bool owned = name != nullptr && sets_.contains(name->owners, slot);
+  if (frame.in_order) return id;
+  const size_t end = std::min(frame.prefixes.size(), block + 1 + kAhead);
+  for (size_t ahead = was_in_order ? block + 1 : block + kAhead; ahead < end; ++ahead) {
+    context.prefixes.prefetch(frame.prefixes[ahead]);
+    names_.prefetch(mix64(frame.engine_hashes[ahead]));
+  }
+  return id;
+}
+
+// The slot names the prefix by `key`, once more when `count_copies`; `id` is the prefix's record, kNoBlock
+// when there is none, and becomes the one that there is then. Tells whether the slot named it so before.
+bool PrefixIndex::store_name(Context& context, uint32_t slot, uint64_t key, uint64_t prefix, BlockId& id,
+                             Tick now, bool count_copies) {
+  if (id != kNoBlock && pool_[id].is_expired(now, limits_.ttl)) {
+    context.prefixes.erase(prefix, id);
+    forget(context, id);
+    ++statistics_.expired;
+    id = kNoBlock;
+  }
+  const Naming name = find_own_name(context, slot, key, prefix, id, now);
+  const bool held = id != kNoBlock && sets_.contains(pool_[id].holders, slot);
+  const bool owned = name && sets_.contains(owners_of(name), slot);
   if (!held || !owned || count_copies) touch(key);
   if (held && owned) {
     if (count_copies) copies_.set(key, context.id, slot, copies_.get(key, context.id, slot) + 1);
+    return true;
+  }
+  if (owned) copies_.set(key, context.id, slot, 0);  // the name outlived its prefix: counted anew
+  if (held)
+    aliases_.set(prefix, context.id, slot, aliases_.get(prefix, context.id, slot) + 1);
+  else
+    hold(context, slot, id, prefix, now);
+  if (!owned) own(context, slot, name, id, key);
+  return false;
+}
+
+// -- records
+
+// A new record; takes over the caller's reference to `holders`. May evict others.
+BlockId PrefixIndex::add_record(Context& context, uint64_t prefix, SetId holders, Tick last_seen) {
+  if (context.prefixes.size() >= limits_.prefixes_per_context_max) evict(context);
+  if (pool_.is_full()) throw std::bad_alloc();
+  const BlockId id = pool_.add();
+  BlockRecord& record = pool_[id];
+  record.prefix = prefix;
+  record.holders = holders;
+  record.last_seen = last_seen;
+  context.prefixes.insert(prefix, id);
+  return id;
+}
+
+// Adds the slot to the holders; `id` is kNoBlock when the prefix is new, and becomes its record.
+void PrefixIndex::hold(Context& context, uint32_t slot, BlockId& id, uint64_t prefix, Tick now) {
+  if (id == kNoBlock) {
+    const SetId alone = sets_.with(kEmptySet, context.id, slot);
+    sets_.retain(alone);
+    id = add_record(context, prefix, alone, now);
   } else {
-    if (owned) copies_.set(key, context.id, slot, 0);  // the name outlived its prefix: counted anew
-    if (held)
-      aliases_.set(prefix, context.id, slot, aliases_.get(prefix, context.id, slot) + 1);
-    else
-      entry = hold(context, slot, entry, prefix, now);
-    if (!owned) own(context, slot, name, key, prefix);
+    SetId holders = pool_[id].holders;
+    replace(holders, sets_.with(holders, context.id, slot));
+    pool_[id].holders = holders;
   }
-  entry->last_seen = now;
-  if (marks_ != 0) confirm(context, prefix, context.slots[slot].local);
-  return {entry, held && owned};
-}
-
-// The name (engine hash, prefix) of this context, whoever owns it. Should the slot call another prefix so,
-// that ends: the newest wins.
-PrefixIndex::Name* PrefixIndex::find_own_name(const Context& context, uint32_t slot, uint64_t key,
-                                              uint64_t prefix, Tick now) {
-  Name* same = nullptr;
-  for (Name* name = names_.find(key); name != nullptr;) {
-    if (name->prefix == prefix && sets_.context(name->owners) == context.id) {
-      same = name;
-    } else if (owns(*name, context, slot)) {
-      disown(const_cast<Context&>(context), slot, name, now);
-      same = nullptr;
-      name = names_.find(key);  // the table has moved
-      continue;
-    }
-    name = names_.next_equal(name);
-  }
-  return same;
-}
-
-// Adds the slot to the holders; `entry` is null when the prefix is new.
-PrefixEntry* PrefixIndex::hold(Context& context, uint32_t slot, PrefixEntry* entry, uint64_t prefix,
-                               Tick now) {
   ++context.slots[slot].blocks;
   context.slots[slot].digest += mix64(prefix);
-  if (entry == nullptr) {
-    if (context.prefixes.size() >= limits_.prefixes_per_context_max) evict(context);
-    const SetId alone = sets_.with(kEmptySet, context.id, slot);
-    sets_.retain(alone);
-    return context.prefixes.insert(PrefixEntry{prefix, alone, now});
-  }
-  replace(entry->holders, sets_.with(entry->holders, context.id, slot));
-  return entry;
 }
 
-// Adds the slot to the owners; `name` is null when it is new.
-void PrefixIndex::own(Context& context, uint32_t slot, Name* name, uint64_t key, uint64_t prefix) {
-  if (name == nullptr) {
-    const SetId alone = sets_.with(kEmptySet, context.id, slot);
-    sets_.retain(alone);
-    names_.insert(Name{key, prefix, alone});
-  } else {
-    SetId owners = name->owners;
-    replace(owners, sets_.with(owners, context.id, slot));
-    name->owners = owners;
-  }
+// Takes away the name that lies in a record.
+void PrefixIndex::unname(BlockId id) {
+  BlockRecord& record = pool_[id];
+  if (record.owners == kEmptySet) return;
+  names_.erase(record.name, id);
+  uncount(record.name, record.owners, kEmptySet);
+  sets_.release(record.owners);
+  record.owners = kEmptySet;
 }
 
-// The slot loses a name with all its copies and, when that was its last one for the prefix, the prefix.
-void PrefixIndex::disown(Context& context, uint32_t slot, Name* name, Tick now) {
-  const uint64_t prefix = name->prefix;
-  touch(name->key);
-  copies_.set(name->key, context.id, slot, 0);
-  SetId owners = name->owners;
-  replace(owners, sets_.without(owners, slot));
-  name->owners = owners;
-  if (owners == kEmptySet) names_.erase(name);
-
-  PrefixEntry* const entry = context.find_live(prefix, now, limits_.ttl);
-  if (entry == nullptr || !sets_.contains(entry->holders, slot)) return;
-  if (const uint64_t others = aliases_.get(prefix, context.id, slot); others != 0)
-    return aliases_.set(prefix, context.id, slot, others - 1);
-  --context.slots[slot].blocks;
-  context.slots[slot].digest -= mix64(prefix);
-  replace(entry->holders, sets_.without(entry->holders, slot));
-  owners_.drop(context.claims, prefix, [slot](uint32_t claimant) { return claimant == slot; });
-  if (entry->holders != kEmptySet) return;
-  die(context, *entry);
-  context.prefixes.erase(entry);
+// Takes a record that nobody holds any more out of everything.
+void PrefixIndex::discard(Context& context, BlockId id) {
+  die(context, pool_[id]);
+  context.prefixes.erase(pool_[id].prefix, id);
+  unname(id);
+  pool_.free(id);
 }
 
 void PrefixIndex::replace(SetId& set, SetId by) {
@@ -362,20 +381,113 @@ void PrefixIndex::replace(SetId& set, SetId by) {
   set = by;
 }
 
-bool PrefixIndex::holds(Context& context, uint32_t slot, uint64_t prefix, Tick now) const {
-  const PrefixEntry* entry = context.find_live(prefix, now, limits_.ttl);
-  return entry != nullptr && sets_.contains(entry->holders, slot);
+// -- names
+
+// The name (engine hash, prefix) of this context, whoever owns it; `id` is the prefix's record. Should the
+// slot call another prefix so, that ends: the newest wins.
+PrefixIndex::Naming PrefixIndex::find_own_name(Context& context, uint32_t slot, uint64_t key, uint64_t prefix,
+                                               BlockId id, Tick now) {
+  if (id != kNoBlock) {
+    const BlockRecord& record = pool_[id];
+    if (record.owners != kEmptySet && record.name == key && !record.has_namesake) return {id, nullptr};
+  }
+  Naming same, older;
+  do {
+    same = older = {};
+    each_name(key, [&](const Naming& name) {
+      if (sets_.context(owners_of(name)) != context.id) return false;
+      const uint64_t named = name.id != kNoBlock ? pool_[name.id].prefix : name.other->prefix;
+      if (named == prefix)
+        same = name;
+      else if (owns(name, context, slot))
+        older = name;
+      return static_cast<bool>(older);
+    });
+    if (older) disown(context, slot, older, now);  // the tables have moved
+  } while (older);
+  return same;
+}
+
+// A new name of the record's prefix; takes over the caller's reference to `owners`.
+void PrefixIndex::add_name(BlockId id, uint64_t key, SetId owners) {
+  bool has_namesake = false;
+  names_.each(key, [&](BlockId namesake) {
+    pool_[namesake].has_namesake = has_namesake = true;
+    return false;
+  });
+  BlockRecord& record = pool_[id];
+  if (record.owners != kEmptySet) {
+    other_names_.insert(OtherName{key, record.prefix, owners});
+    return;
+  }
+  record.name = key;
+  record.owners = owners;
+  record.has_namesake = has_namesake || (other_names_.size() != 0 && other_names_.find(key) != nullptr);
+  names_.insert(key, id);
+}
+
+void PrefixIndex::set_owners(const Naming& name, SetId owners) {
+  if (name.id != kNoBlock)
+    pool_[name.id].owners = owners;
+  else
+    name.other->owners = owners;
+}
+
+// Adds the slot to the owners of the name, or of a new one when there is none.
+void PrefixIndex::own(Context& context, uint32_t slot, const Naming& name, BlockId id, uint64_t key) {
+  SetId owners = name ? owners_of(name) : kEmptySet;
+  const SetId more = sets_.with(owners, context.id, slot);
+  if (name) {
+    replace(owners, more);
+    return set_owners(name, owners);
+  }
+  sets_.retain(more);
+  add_name(id, key, more);
+}
+
+// The slot loses a name with all its copies and, when that was its last one for the prefix, the prefix.
+void PrefixIndex::disown(Context& context, uint32_t slot, const Naming& name, Tick now) {
+  const bool in_record = name.id != kNoBlock;
+  const uint64_t key = in_record ? pool_[name.id].name : name.other->key;
+  const uint64_t prefix = in_record ? pool_[name.id].prefix : name.other->prefix;
+  touch(key);
+  copies_.set(key, context.id, slot, 0);
+  SetId owners = owners_of(name);
+  replace(owners, sets_.without(owners, slot));
+  set_owners(name, owners);
+  if (owners == kEmptySet && in_record) names_.erase(key, name.id);
+  if (owners == kEmptySet && !in_record) other_names_.erase(name.other);
+
+  const BlockId id = in_record ? name.id : context.prefixes.find(prefix);
+  if (!holds(slot, id, now)) return;
+  if (const uint64_t others = aliases_.get(prefix, context.id, slot); others != 0)
+    return aliases_.set(prefix, context.id, slot, others - 1);
+  --context.slots[slot].blocks;
+  context.slots[slot].digest -= mix64(prefix);
+  SetId holders = pool_[id].holders;
+  replace(holders, sets_.without(holders, slot));
+  pool_[id].holders = holders;
+  owners_.drop(context.claims, prefix, [slot](uint32_t claimant) { return claimant == slot; });
+  if (holders == kEmptySet) discard(context, id);
+}
+
+// The owners that are not among those that are `left` have no copies of a name any more.
+void PrefixIndex::uncount(uint64_t key, SetId owners, SetId left) {
+  if (copies_.is_empty()) return;
+  sets_.for_each(owners, [&](uint32_t slot) {
+    if (left == kEmptySet || !sets_.contains(left, slot)) copies_.set(key, sets_.context(owners), slot, 0);
+  });
 }
 
 // -- removing
 
 Removed PrefixIndex::remove(const Place& place, std::span<const uint64_t> engine_hashes, Tick now) {
   orphans_.expire(now, limits_.ttl);
-  targets_.clear();
+  Removal removal{.place = place};
   Removed result;
   for (size_t i = 0; i < engine_hashes.size(); ++i) {
-    prefetch_removal(engine_hashes, i);
-    uint64_t removed = remove_name(place, engine_hashes[i], now);
+    prefetch_removal(removal, engine_hashes, i);
+    uint64_t removed = remove_name(removal, mix64(engine_hashes[i]), now);
     if (removed == 0 && orphans_.kill(place, engine_hashes[i])) removed = 1;
     result.removed += removed;
     result.unknown += removed == 0 ? 1 : 0;
@@ -384,37 +496,79 @@ Removed PrefixIndex::remove(const Place& place, std::span<const uint64_t> engine
   return result;
 }
 
-// Two cache misses wait for each removal, the second at an address that the first one gives: names are
-// fetched 2 * kAhead blocks ahead, their prefixes kAhead blocks ahead, in the context where the last removal
-// was.
-void PrefixIndex::prefetch_removal(std::span<const uint64_t> engine_hashes, size_t block) {
-  if (block + 2 * kAhead < engine_hashes.size()) names_.prefetch(mix64(engine_hashes[block + 2 * kAhead]));
-  if (block + kAhead >= engine_hashes.size() || targets_.empty()) return;
-  if (const Name* const name = names_.find(mix64(engine_hashes[block + kAhead])))
-    targets_.front().first->prefixes.prefetch(name->prefix);
+// Three cache misses wait for a removal, each at an address that the one before it gives: the place in the
+// table of names, the record, the place in the table of prefixes. They are fetched kAhead blocks one after
+// the other. Where records are found beside the last one, the tables are wanted only when nobody else holds
+// the blocks.
+void PrefixIndex::prefetch_removal(const Removal& removal, std::span<const uint64_t> engine_hashes,
+                                   size_t block) const {
+  const auto key = [&](size_t ahead) {
+    return block + ahead < engine_hashes.size() ? mix64(engine_hashes[block + ahead]) : 0;
+  };
+  if (removal.step != 0) {
+    if (!removal.discards || block + kAhead >= engine_hashes.size()) return;
+    const uint64_t ahead = key(kAhead);
+    const BlockRecord* const record =
+        pool_.peek(removal.near + removal.step * static_cast<int32_t>(kAhead + 1));
+    if (record == nullptr || record->name != ahead) return;
+    names_.prefetch(ahead);
+    return removal.context->prefixes.prefetch(record->prefix);
+  }
+  if (block + 3 * kAhead < engine_hashes.size()) names_.prefetch(key(3 * kAhead));
+  if (block + 2 * kAhead < engine_hashes.size())
+    if (const BlockId id = names_.likely(key(2 * kAhead)); id != kNoBlock) pool_.prefetch(id);
+  if (block + kAhead >= engine_hashes.size() || removal.context == nullptr) return;
+  if (const BlockId id = names_.likely(key(kAhead)); id != kNoBlock)
+    removal.context->prefixes.prefetch(pool_[id].prefix);
+}
+
+// The names of this key that the place's slots own, in every context. Engines remove neighbours together,
+// mostly from the tail, so the records beside the last one are looked at before the tables are.
+void PrefixIndex::find_targets(Removal& removal, uint64_t key) {
+  targets_.clear();
+  const auto consider = [&](const Naming& name) {
+    const SetId owners = owners_of(name);
+    if (removal.context == nullptr || removal.context->id != sets_.context(owners)) {
+      removal.context = find_context(sets_.context(owners));
+      if (removal.context == nullptr) return false;
+      removal.slot = removal.context->find_slot(removal.place);
+    }
+    if (removal.slot && sets_.contains(owners, *removal.slot))
+      targets_.push_back({removal.context, *removal.slot, name});
+    return false;
+  };
+  if (removal.near != kNoBlock)
+    for (const BlockId id : {removal.near - 1, removal.near + 1}) {
+      const BlockRecord* const record = pool_.peek(id);
+      if (record == nullptr || record->owners == kEmptySet || record->name != key) continue;
+      if (!record->has_namesake) return static_cast<void>(consider(Naming{id, nullptr}));
+    }
+  each_name(key, consider);
 }
 
 // Takes one copy away in every context where the place's slot names the hash; returns how many that were.
-uint64_t PrefixIndex::remove_name(const Place& place, uint64_t engine_hash, Tick now) {
-  const uint64_t key = mix64(engine_hash);
-  targets_.clear();
-  for (const Name* name = names_.find(key); name != nullptr; name = names_.next_equal(name)) {
-    Context* const context = find_context(sets_.context(name->owners));
-    if (context == nullptr) continue;
-    const std::optional<uint32_t> slot = context->find_slot(place);
-    if (slot && sets_.contains(name->owners, *slot)) targets_.emplace_back(context, *slot);
-  }
+uint64_t PrefixIndex::remove_name(Removal& removal, uint64_t key, Tick now) {
+  find_targets(removal, key);
   uint64_t removed = 0;
-  for (const auto& [context, slot] : targets_) {
-    Name* name = names_.find(key);
-    while (!owns(*name, *context, slot)) name = names_.next_equal(name);
-    const bool held = holds(*context, slot, name->prefix, now);
+  for (auto [context, slot, name] : targets_) {
+    if (name.other != nullptr && targets_.size() > 1) {  // the table may have moved
+      name.other = other_names_.find(key);
+      while (!owns(name, *context, slot)) name.other = other_names_.next_equal(name.other);
+    }
+    const BlockId id = name.id != kNoBlock ? name.id : context->prefixes.find(name.other->prefix);
+    const bool held = holds(slot, id, now);
     const uint64_t more = copies_.get(key, context->id, slot);
     touch(key);
+    if (id != kNoBlock) {
+      const bool is_beside = removal.near != kNoBlock && (id == removal.near - 1 || id == removal.near + 1);
+      removal.step = is_beside ? static_cast<int32_t>(id - removal.near) : 0;
+      removal.near = id;
+    }
     if (held && more != 0)
       copies_.set(key, context->id, slot, more - 1);
     else
       disown(*context, slot, name, now);
+    removal.discards = id != kNoBlock && pool_.is_free(id);
     removed += held ? 1 : 0;
   }
   return removed;
@@ -431,8 +585,8 @@ uint64_t PrefixIndex::add_speculative(uint32_t id, uint32_t source, HashList has
   uint64_t marked = 0;
   for (size_t i = 0; i < blocks; ++i) {
     const uint64_t prefix = hashes.next();
-    const PrefixEntry* const entry = context.find_live(prefix, now, limits_.ttl);
-    if (entry != nullptr && context.is_held_by(sets_, *entry, of_source)) continue;
+    const BlockId held = context.find_live(prefix, now, limits_.ttl);
+    if (held != kNoBlock && context.is_held_by(sets_, pool_[held], of_source)) continue;
     if (Mark* const mark = context.find_mark(prefix, local)) {
       mark->deadline = context.is_live(*mark, now) ? std::max(mark->deadline, now + ttl) : now + ttl;
       mark->epoch = of_source.mark_epoch;
@@ -461,10 +615,9 @@ void PrefixIndex::confirm(Context& context, uint64_t prefix, uint32_t local) {
 std::vector<Place> PrefixIndex::holders(uint32_t id, uint64_t prefix, Tick now) {
   std::vector<Place> found;
   Context* const context = find_context(id);
-  const PrefixEntry* const entry =
-      context == nullptr ? nullptr : context->find_live(prefix, now, limits_.ttl);
-  if (entry == nullptr) return found;
-  sets_.for_each(entry->holders, [&](uint32_t number) {
+  const BlockId record = context == nullptr ? kNoBlock : context->find_live(prefix, now, limits_.ttl);
+  if (record == kNoBlock) return found;
+  sets_.for_each(pool_[record].holders, [&](uint32_t number) {
     const Slot& slot = context->slots[number];
     if (slot.live) found.push_back({context->sources[slot.local].source, slot.tier, slot.group});
   });
@@ -477,9 +630,9 @@ std::vector<Holding> PrefixIndex::holdings(uint32_t id, std::span<const uint64_t
   if (context == nullptr) return found;
   for (uint32_t i = 0; i < prefixes.size(); ++i) {
     if (i + kAhead < prefixes.size()) context->prefixes.prefetch(prefixes[i + kAhead]);
-    const PrefixEntry* const entry = context->find_live(prefixes[i], now, limits_.ttl);
-    if (entry == nullptr) continue;
-    sets_.for_each(entry->holders, [&](uint32_t number) {
+    const BlockId record = context->find_live(prefixes[i], now, limits_.ttl);
+    if (record == kNoBlock) continue;
+    sets_.for_each(pool_[record].holders, [&](uint32_t number) {
       const Slot& slot = context->slots[number];
       if (!slot.live) return;
       const uint32_t source = context->sources[slot.local].source;
@@ -494,25 +647,23 @@ std::vector<Holding> PrefixIndex::holdings(uint32_t id, std::span<const uint64_t
   return found;
 }
 
-bool PrefixIndex::names(uint64_t& cursor, size_t names_max, Tick now, std::vector<NameRun>& runs) {
+bool PrefixIndex::names(NameCursor& cursor, size_t names_max, Tick now, std::vector<NameRun>& runs) {
   std::map<std::array<uint32_t, 4>, NameRun> by_slot;
   size_t work = 0;  // a name that nobody owns any more costs something too
-  const bool done = names_.walk(cursor, [&](const Name& name) {
+  const bool done = walk_names(cursor, [&](const ListedName& name) {
     ++work;
     Context* const context = find_context(sets_.context(name.owners));
-    const PrefixEntry* const entry =
-        context == nullptr ? nullptr : context->find_live(name.prefix, now, limits_.ttl);
-    if (entry == nullptr) return work < names_max;
+    if (context == nullptr || name.holders == kEmptySet) return work < names_max;
+    if (limits_.ttl != 0 && now - name.last_seen >= limits_.ttl) return work < names_max;
     sets_.for_each(name.owners, [&](uint32_t number) {
       const Slot& slot = context->slots[number];
-      if (!slot.live || !sets_.contains(entry->holders, number)) return;
+      if (!slot.live || !sets_.contains(name.holders, number)) return;
       const Place place{context->sources[slot.local].source, slot.tier, slot.group};
       NameRun& run = by_slot[{place.source, context->id, place.tier, place.group}];
       run.place = place;
       run.context = context->id;
       run.engine_hashes.push_back(unmix64(name.key));
-      const uint64_t prefix = name.prefix;  // a copy: names are packed, so no reference may point into one
-      run.prefixes.push_back(prefix);
+      run.prefixes.push_back(name.prefix);
       run.copies.push_back(1 + copies_.get(name.key, context->id, number));
       ++work;
     });
@@ -535,7 +686,8 @@ std::array<uint64_t, kTiers> PrefixIndex::blocks_by_tier(uint32_t source) const 
 Statistics PrefixIndex::statistics() const {
   Statistics now = statistics_;
   now.contexts = contexts_.size();
-  now.bytes = sets_.bytes() + names_.bytes() + copies_.table().bytes() + aliases_.table().bytes();
+  now.bytes = sets_.bytes() + pool_.bytes() + names_.bytes() + other_names_.bytes() +
+              copies_.table().bytes() + aliases_.table().bytes();
   for (const auto& [id, context] : contexts_) {
     now.prefixes += context->prefixes.size();
     now.bytes += sizeof(Context) + context->prefixes.bytes() + context->marks.bytes() +
@@ -545,7 +697,7 @@ Statistics PrefixIndex::statistics() const {
   for (const auto& context : graveyard_)
     now.bytes += context->prefixes.bytes() + context->marks.bytes() + context->claims.bytes();
   now.holder_sets = sets_.size();
-  now.engine_keys = names_.size();
+  now.engine_keys = names_.size() + other_names_.size();
   now.copies = copies_.table().size();
   now.orphan_blocks = orphans_.blocks();
   now.orphans_dropped = orphans_.dropped();

@@ -1,22 +1,21 @@
 // The index out and in, a frame at a time, consistent though it changes between the frames.
 //
-// A walk in key order writes every name once. Whatever changes behind the walk is noted by its key and
-// written again at the end, with the words that everything written of this key before is void; prefixes that
-// expire or are evicted are noted too, and each frame begins with those that went since the frame before it.
-// Slots that die need no note: the directory, taken with the last frame, does not list them, and their bits
-// are not used again while a snapshot is under way. So all frames and the directory together are the index at
-// the instant of the last frame, but for one thing: `last_seen` is that of the moment when a name was
-// written, so a match that comes later while the snapshot is written is forgotten by it.
+// A walk through the records, and then through the other names, writes every name once; so blocks that were
+// stored together are restored together. Whatever changes meanwhile is noted by its key and written again at
+// the end, with the words that everything written of this key before is void; prefixes that expire or are
+// evicted are noted too, and each frame begins with those that went since the frame before it. Slots that die
+// need no note: the directory, taken with the last frame, does not list them, and their bits are not used
+// again while a snapshot is under way. So all frames and the directory together are the index at the instant
+// of the last frame, but for one thing: `last_seen` is that of the moment when a name was written, so a match
+// that comes later while the snapshot is written is forgotten by it.
 //
 // A frame (all columns little-endian):
 //   count, then (context u32, prefix u64)           prefixes that are gone, names and all
 //   count, then key u64                             keys of which only what follows is true
 //   count, then (context u32, count, slot u32 ...)  sets of slots
-//   count, then columns: key varint (the difference to the one before), prefix u64, set u32, last_seen u32
+//   count, then columns: key u64, prefix u64, set u32, last_seen u32
 //   count, then (name u32, slot u32, copies u64)    names with more than one copy; copies beyond the first
 //
-// Names and prefixes are looked up some places ahead, as everywhere: a slice of 8,192 names takes about a
-// millisecond.
 #include <algorithm>
 #include <unordered_map>
 
@@ -27,8 +26,7 @@ namespace kvindexer {
 
 void PrefixIndex::export_begin() {
   exporting_ = true;
-  export_cursor_ = 0;
-  walk_done_ = false;
+  export_cursor_ = {};
   touched_ = {};
   gone_.clear();
 }
@@ -39,9 +37,16 @@ void PrefixIndex::export_end() {
   gone_ = {};
 }
 
+PrefixIndex::ListedName PrefixIndex::listed(const OtherName& name) const {
+  const Context* const context = find_context(sets_.context(name.owners));
+  const BlockId id = context == nullptr ? kNoBlock : context->prefixes.find(name.prefix);
+  if (id == kNoBlock) return {name.key, name.prefix, name.owners, kEmptySet, 0};
+  return {name.key, name.prefix, name.owners, pool_[id].holders, pool_[id].last_seen};
+}
+
 std::vector<uint8_t> PrefixIndex::export_names(size_t names_max, bool& done) {
-  std::vector<Name> found;
-  walk_done_ = done = names_.walk(export_cursor_, [&](const Name& name) {
+  std::vector<ListedName> found;
+  done = walk_names(export_cursor_, [&](const ListedName& name) {
     found.push_back(name);
     return found.size() < names_max;
   });
@@ -57,10 +62,12 @@ std::vector<uint8_t> PrefixIndex::export_changes(size_t keys_max, size_t& keys_l
     return false;
   });
   keys_left = touched_.size();
-  std::vector<Name> found;
+  std::vector<ListedName> found;
   for (const uint64_t key : keys)
-    for (const Name* name = names_.find(key); name != nullptr; name = names_.next_equal(name))
-      found.push_back(*name);
+    each_name(key, [&](const Naming& name) {
+      found.push_back(name.id != kNoBlock ? listed(pool_[name.id]) : listed(*name.other));
+      return false;
+    });
   return frame_of(keys, found);
 }
 
@@ -76,7 +83,8 @@ std::vector<SlotRow> PrefixIndex::slots() const {
   return rows;
 }
 
-std::vector<uint8_t> PrefixIndex::frame_of(std::span<const uint64_t> void_keys, std::span<const Name> found) {
+std::vector<uint8_t> PrefixIndex::frame_of(std::span<const uint64_t> void_keys,
+                                           std::span<const ListedName> found) {
   struct Row {
     uint64_t key, prefix;
     uint32_t set;
@@ -86,24 +94,19 @@ std::vector<uint8_t> PrefixIndex::frame_of(std::span<const uint64_t> void_keys, 
   std::vector<SetId> sets;  // retained until the frame is written
   std::unordered_map<SetId, uint32_t> set_at;
   rows.reserve(found.size());
-  for (size_t i = 0; i < found.size(); ++i) {
-    if (i + kAhead < found.size())
-      if (Context* const ahead = find_context(sets_.context(found[i + kAhead].owners)))
-        ahead->prefixes.prefetch(found[i + kAhead].prefix);
-    const Name& name = found[i];
-    Context* const context = find_context(sets_.context(name.owners));
-    const PrefixEntry* const entry = context == nullptr ? nullptr : context->prefixes.find(name.prefix);
-    if (entry == nullptr) continue;
-    const bool all = entry->holders == name.owners && context->retired_slots.empty();
+  for (const ListedName& name : found) {
+    const Context* const context = find_context(sets_.context(name.owners));
+    if (context == nullptr || name.holders == kEmptySet) continue;
+    const bool all = name.holders == name.owners && context->retired_slots.empty();
     const SetId owners =
-        all ? name.owners : sets_.intersection_minus(name.owners, entry->holders, context->dead);
+        all ? name.owners : sets_.intersection_minus(name.owners, name.holders, context->dead);
     if (owners == kEmptySet) continue;
     const auto [at, is_new] = set_at.try_emplace(owners, static_cast<uint32_t>(sets.size()));
     if (is_new) {
       sets_.retain(owners);
       sets.push_back(owners);
     }
-    rows.push_back({name.key, name.prefix, at->second, entry->last_seen});
+    rows.push_back({name.key, name.prefix, at->second, name.last_seen});
   }
 
   FrameWriter out;
@@ -124,8 +127,7 @@ std::vector<uint8_t> PrefixIndex::frame_of(std::span<const uint64_t> void_keys, 
     for (const uint32_t slot : slots) out.u32(slot);
   }
   out.u32(static_cast<uint32_t>(rows.size()));
-  uint64_t before = 0;
-  for (const Row& row : rows) out.varint(row.key - std::exchange(before, row.key));
+  for (const Row& row : rows) out.u64(row.key);
   for (const Row& row : rows) out.u64(row.prefix);
   for (const Row& row : rows) out.u32(row.set);
   for (const Row& row : rows) out.u32(row.last_seen);
@@ -164,9 +166,9 @@ bool PrefixIndex::import_frame(std::span<const uint8_t> bytes, const SlotMap& sl
     const auto context = slots.contexts.find(old_context);
     if (context == slots.contexts.end()) continue;
     Context& known = *contexts_.at(context->second);
-    if (PrefixEntry* const entry = known.prefixes.find(prefix)) {
-      forget(known, *entry);
-      known.prefixes.erase(entry);
+    if (const BlockId id = known.prefixes.find(prefix); id != kNoBlock) {
+      known.prefixes.erase(prefix, id);
+      forget(known, id);
     }
   }
   for (size_t left = in.count(8); left != 0; --left) disown_all(in.u64(), aging.now);
@@ -198,15 +200,21 @@ bool PrefixIndex::import_frame(std::span<const uint8_t> bytes, const SlotMap& sl
 
 // Everything that anybody means by this key; of a snapshot that is being read.
 void PrefixIndex::disown_all(uint64_t key, Tick now) {
-  while (Name* const name = names_.find(key)) {
-    Context& context = *contexts_.at(sets_.context(name->owners));
+  while (true) {
+    Naming any;
+    each_name(key, [&](const Naming& name) {
+      any = name;
+      return true;
+    });
+    if (!any) return;
+    Context& context = *contexts_.at(sets_.context(owners_of(any)));
     uint32_t first = 0;
     bool found = false;
-    sets_.for_each(name->owners, [&](uint32_t slot) {
+    sets_.for_each(owners_of(any), [&](uint32_t slot) {
       if (!found) first = slot;
       found = true;
     });
-    disown(context, first, name, now);
+    disown(context, first, any, now);
   }
 }
 
@@ -215,22 +223,24 @@ bool PrefixIndex::import_names(FrameReader& in, std::vector<Imported>& sets, con
     uint64_t key, prefix;
     uint32_t set;
   };
-  std::vector<Row> rows(in.count(17));
-  uint64_t key = 0;
-  for (Row& row : rows) row.key = key += in.varint();
+  std::vector<Row> rows(in.count(24));
+  for (Row& row : rows) row.key = in.u64();
   for (Row& row : rows) row.prefix = in.u64();
   for (Row& row : rows) {
     row.set = in.u32();
     if (row.set >= sets.size()) return false;
   }
+  BlockId before = kNoBlock;
   for (size_t i = 0; i < rows.size(); ++i) {
     if (i + kAhead < rows.size())
-      if (Context* const ahead = sets[rows[i + kAhead].set].context)
+      if (const Context* const ahead = sets[rows[i + kAhead].set].context) {
         ahead->prefixes.prefetch(rows[i + kAhead].prefix);
+        names_.prefetch(rows[i + kAhead].key);
+      }
     const Tick last_seen = aging.aged(in.u32());
     if (!in.is_whole()) return false;
     if (Imported& set = sets[rows[i].set]; set.id != kEmptySet)
-      import_name(rows[i].key, rows[i].prefix, last_seen, set);
+      import_name(rows[i].key, rows[i].prefix, last_seen, set, before);
   }
   for (size_t left = in.count(16); left != 0; --left) {
     const uint32_t row = in.u32();
@@ -244,27 +254,30 @@ bool PrefixIndex::import_names(FrameReader& in, std::vector<Imported>& sets, con
   return true;
 }
 
-void PrefixIndex::import_name(uint64_t key, uint64_t prefix, Tick last_seen, Imported& set) {
+void PrefixIndex::import_name(uint64_t key, uint64_t prefix, Tick last_seen, Imported& set, BlockId& before) {
   Context& context = *set.context;
-  PrefixEntry* entry = context.prefixes.find(prefix);
-  if (entry == nullptr) {
-    if (context.prefixes.size() >= limits_.prefixes_per_context_max) evict(context);
+  BlockId id = context.behind(sets_, before, prefix);
+  if (id == kNoBlock) id = context.prefixes.find(prefix);
+  if (id == kNoBlock) {
     sets_.retain(set.id);
-    context.prefixes.insert(PrefixEntry{prefix, set.id, last_seen});
+    id = add_record(context, prefix, set.id, last_seen);
     ++set.blocks;
     set.digest += mix64(prefix);
   } else {
     sets_.for_each(set.id, [&](uint32_t slot) {
-      if (sets_.contains(entry->holders, slot))
+      SetId holders = pool_[id].holders;
+      if (sets_.contains(holders, slot))
         return aliases_.set(prefix, context.id, slot, aliases_.get(prefix, context.id, slot) + 1);
-      replace(entry->holders, sets_.with(entry->holders, context.id, slot));
+      replace(holders, sets_.with(holders, context.id, slot));
+      pool_[id].holders = holders;
       ++context.slots[slot].blocks;
       context.slots[slot].digest += mix64(prefix);
     });
-    entry->last_seen = std::max(entry->last_seen, last_seen);
+    pool_[id].last_seen = std::max<Tick>(pool_[id].last_seen, last_seen);
   }
   sets_.retain(set.id);
-  names_.insert(Name{key, prefix, set.id});
+  add_name(id, key, set.id);
+  before = id;
 }
 
 }  // namespace kvindexer

@@ -7,71 +7,87 @@ namespace kvindexer {
 
 namespace {
 
-constexpr size_t kSample = 1024;          // entries whose age is looked at to find the oldest sixteenth
-constexpr size_t kEvictionsMax = 64;      // in one go
-constexpr size_t kEvictVisitsMax = 4096;  // in one go
-constexpr size_t kGraveVisits = 4096;     // what taking one segment apart counts for
+constexpr size_t kSample = 1024;       // entries whose age is looked at to find the oldest sixteenth
+constexpr size_t kEvictionsMax = 64;   // in one go
+constexpr size_t kEvictRun = 32;       // records in a row that are looked at for one that may go
+constexpr size_t kEvictJumpsMax = 64;  // in vain, until the age is chosen anew
+constexpr size_t kGraveVisits = 4096;  // what taking one segment apart counts for
 
 }  // namespace
 
-// Undoes all that an entry means elsewhere; the caller takes it out of the table.
-void PrefixIndex::forget(Context& context, const PrefixEntry& entry) {
-  sets_.for_each(entry.holders, [&](uint32_t slot) {
+// Undoes all that a record means elsewhere and frees it; to take it out of the context's table is the
+// caller's.
+void PrefixIndex::forget(Context& context, BlockId id) {
+  const uint64_t prefix = pool_[id].prefix;
+  const SetId holders = pool_[id].holders;
+  sets_.for_each(holders, [&](uint32_t slot) {
     --context.slots[slot].blocks;
-    context.slots[slot].digest -= mix64(entry.key);
-    if (!aliases_.is_empty()) aliases_.set(entry.key, context.id, slot, 0);
+    context.slots[slot].digest -= mix64(prefix);
+    if (!aliases_.is_empty()) aliases_.set(prefix, context.id, slot, 0);
   });
-  sets_.release(entry.holders);
-  if (exporting_) gone_.emplace_back(context.id, entry.key);
-  die(context, entry);
-  remains_ = true;  // its names
+  sets_.release(holders);
+  if (exporting_) gone_.emplace_back(context.id, prefix);
+  die(context, pool_[id]);
+  unname(id);
+  pool_.free(id);
+  remains_ = true;  // its other names
 }
 
 // -- capacity
 
 // Evicts at least one of the least recently seen entries, and not many more: a threshold is taken from a
 // sample (as Redis approximates LRU, but the sample picks the age, not the victim), and the entries that it
-// condemns go in the order of the table, a few with every insertion. Exact up to kSample entries. Cost: about
-// 16 visits an eviction.
+// condemns go in runs of neighbouring records, a few with every insertion, so that what comes next finds
+// neighbouring numbers free. Exact up to kSample entries.
 void PrefixIndex::evict(Context& context) {
   size_t evicted = 0;
+  size_t jumps = 0;
   while (evicted == 0) {
-    if (context.evict_left == 0) choose_victims(context);
-    bool wrapped = false;
-    context.prefixes.sweep(context.evict_cursor, wrapped, kEvictVisitsMax, [&](PrefixEntry& entry) {
-      if (context.evict_left == 0 || evicted == kEvictionsMax || entry.last_seen > context.evict_up_to)
-        return true;
-      forget(context, entry);
-      --context.evict_left;
-      ++evicted;
-      return false;
-    });
-    if (wrapped) context.evict_left = 0;  // what else was condemned has been seen again
+    if (context.evict_left == 0 || jumps++ == kEvictJumpsMax) {
+      choose_victims(context);
+      jumps = 0;
+    }
+    for (size_t looked_at = 0; looked_at < kEvictRun && evicted < kEvictionsMax && context.evict_left != 0;
+         ++looked_at) {
+      const BlockRecord* const record = pool_.peek(context.evict_at);
+      if (record == nullptr) break;
+      if (record->holders != kEmptySet && sets_.context(record->holders) == context.id &&
+          record->last_seen <= context.evict_up_to) {
+        context.prefixes.erase(record->prefix, context.evict_at);
+        forget(context, context.evict_at);
+        --context.evict_left;
+        ++evicted;
+        looked_at = 0;
+      }
+      ++context.evict_at;
+    }
+    if (evicted == 0) context.evict_at = some_record(context);
   }
   statistics_.evicted += evicted;
 }
 
+BlockId PrefixIndex::some_record(const Context& context) {
+  return context.prefixes.some(mix64(random_ += 0x9E3779B97F4A7C15u));
+}
+
 void PrefixIndex::choose_victims(Context& context) {
-  std::vector<Tick> seen;
+  std::vector<std::pair<Tick, BlockId>> seen;
   if (context.prefixes.size() <= kSample) {
-    uint64_t cursor = 0;
-    for (bool done = false; !done;)
-      context.prefixes.sweep(cursor, done, kSample, [&](const PrefixEntry& entry) {
-        seen.push_back(entry.last_seen);
-        return true;
-      });
-    context.evict_cursor = 0;
+    context.prefixes.for_each([&](BlockId id) { seen.emplace_back(Tick{pool_[id].last_seen}, id); });
   } else {
-    for (size_t i = 0; i < kSample; ++i)
-      seen.push_back(context.prefixes.seek(mix64(random_ += 0x9E3779B97F4A7C15u))->last_seen);
+    for (size_t i = 0; i < kSample; ++i) {
+      const BlockId id = some_record(context);
+      seen.emplace_back(Tick{pool_[id].last_seen}, id);
+    }
   }
   const size_t rank = std::max<size_t>(1, seen.size() / 16) - 1;
   std::nth_element(seen.begin(), seen.begin() + static_cast<ptrdiff_t>(rank), seen.end());
-  context.evict_up_to = seen[rank];
+  context.evict_up_to = seen[rank].first;
+  context.evict_at = seen[rank].second;
   context.evict_left = std::max<size_t>(1, context.prefixes.size() / 16);
 }
 
-// -- sweeping: a pass goes through graveyard, prefixes, marks, claims, names, copies, aliases
+// -- sweeping: a pass goes through graveyard, records, marks, claims, other names, copies, aliases
 
 Swept PrefixIndex::sweep(Tick now, size_t visits_max) {
   Swept swept;
@@ -111,14 +127,11 @@ void PrefixIndex::sweep_stage(Tick now, size_t visits_max, Swept& swept) {
   switch (stage_) {
     case Stage::kGraveyard:
       if (!graveyard_.empty()) swept.visited += kGraveVisits;
-      if (sweep_graveyard()) enter_stage(Stage::kPrefixes);
+      if (sweep_graveyard()) enter_stage(Stage::kRecords);
       break;
-    case Stage::kPrefixes:
-      sweep_contexts(swept, Stage::kMarks, [&](Context& context, bool& done) {
-        return context.prefixes.sweep(sweep_cursor_, done, left, [&](PrefixEntry& entry) {
-          return keep_prefix(context, entry, now, swept);
-        });
-      });
+    case Stage::kRecords:
+      swept.visited += sweep_records(now, left, swept);
+      if (sweep_cursor_ >= pool_.end()) enter_stage(Stage::kMarks);
       break;
     case Stage::kMarks:
       sweep_contexts(swept, Stage::kClaims, [&](Context& context, bool& done) {
@@ -130,7 +143,7 @@ void PrefixIndex::sweep_stage(Tick now, size_t visits_max, Swept& swept) {
       });
       break;
     case Stage::kClaims:
-      sweep_contexts(swept, Stage::kNames, [&](Context& context, bool& done) {
+      sweep_contexts(swept, Stage::kOtherNames, [&](Context& context, bool& done) {
         return context.claims.sweep(sweep_cursor_, done, left, [&](const Claim& claim) {
           if (owners_.is_live(claim)) return true;
           owners_.discount(claim);
@@ -138,10 +151,10 @@ void PrefixIndex::sweep_stage(Tick now, size_t visits_max, Swept& swept) {
         });
       });
       break;
-    case Stage::kNames: {
+    case Stage::kOtherNames: {
       bool done = false;
-      swept.visited +=
-          names_.sweep(sweep_cursor_, done, left, [&](Name& name) { return keep_name(name, now); });
+      swept.visited += other_names_.sweep(sweep_cursor_, done, left,
+                                          [&](OtherName& name) { return keep_name(name, now); });
       if (done) enter_stage(Stage::kCopies);
       break;
     }
@@ -175,30 +188,55 @@ void PrefixIndex::sweep_contexts(Swept& swept, Stage next, Slice slice) {
   sweep_cursor_ = 0;
 }
 
-bool PrefixIndex::keep_prefix(Context& context, PrefixEntry& entry, Tick now, Swept& swept) {
-  if (entry.is_expired(now, limits_.ttl)) {
-    forget(context, entry);
-    ++swept.expired;
-    ++statistics_.expired;
-    return false;
+// The records from `sweep_cursor_` on, used or not.
+size_t PrefixIndex::sweep_records(Tick now, size_t visits_max, Swept& swept) {
+  size_t visits = 0;
+  BlockId id = static_cast<BlockId>(sweep_cursor_);
+  for (; id < pool_.end() && visits < visits_max; ++visits) {
+    const BlockRecord* const record = pool_.peek(id);
+    if (record == nullptr) {
+      id = BlockPool::chunk_after(id);
+      continue;
+    }
+    if (record->holders != kEmptySet) clean_record(id, now, swept);
+    ++id;
   }
-  if (!context.retired_slots.empty() && sets_.intersects(entry.holders, context.dead)) {
-    replace(entry.holders, sets_.minus(entry.holders, context.dead));
-    owners_.drop(context.claims, entry.key, [&](uint32_t slot) { return !context.slots[slot].live; });
-  }
-  if (entry.holders != kEmptySet) return true;
-  die(context, entry);
-  return false;
+  sweep_cursor_ = id;
+  return visits;
 }
 
-bool PrefixIndex::keep_name(Name& name, Tick now) {
+void PrefixIndex::clean_record(BlockId id, Tick now, Swept& swept) {
+  BlockRecord& record = pool_[id];
+  Context* const context = find_context(sets_.context(record.holders));
+  if (context == nullptr) return;  // its context lies in the graveyard
+  if (record.is_expired(now, limits_.ttl)) {
+    context->prefixes.erase(record.prefix, id);
+    forget(*context, id);
+    ++swept.expired;
+    ++statistics_.expired;
+    return;
+  }
+  if (!context->retired_slots.empty() && sets_.intersects(record.holders, context->dead)) {
+    SetId holders = record.holders;
+    replace(holders, sets_.minus(holders, context->dead));
+    record.holders = holders;
+    owners_.drop(context->claims, record.prefix, [&](uint32_t slot) { return !context->slots[slot].live; });
+  }
+  if (record.holders == kEmptySet) return discard(*context, id);
+  if (record.owners == kEmptySet || record.owners == record.holders) return;
+  const SetId left = sets_.intersection_minus(record.owners, record.holders, context->dead);
+  if (left == record.owners) return;
+  uncount(record.name, record.owners, left);
+  SetId owners = record.owners;
+  replace(owners, left);
+  record.owners = owners;
+  if (owners == kEmptySet) names_.erase(record.name, id);
+}
+
+bool PrefixIndex::keep_name(OtherName& name, Tick now) {
   const SetId left = living_owners(name, now);
   if (left == name.owners) return true;
-  if (!copies_.is_empty())
-    sets_.for_each(name.owners, [&](uint32_t slot) {
-      if (left == kEmptySet || !sets_.contains(left, slot))
-        copies_.set(name.key, sets_.context(name.owners), slot, 0);
-    });
+  uncount(name.key, name.owners, left);
   SetId owners = name.owners;
   replace(owners, left);
   name.owners = owners;
@@ -207,21 +245,26 @@ bool PrefixIndex::keep_name(Name& name, Tick now) {
 
 // The owners that live and still hold the prefix. Holders that are dead but not yet swept must not vouch for
 // a dead owner.
-SetId PrefixIndex::living_owners(const Name& name, Tick now) {
+SetId PrefixIndex::living_owners(const OtherName& name, Tick now) {
   Context* const context = find_context(sets_.context(name.owners));
   if (context == nullptr) return kEmptySet;
-  const PrefixEntry* const entry = context->find_live(name.prefix, now, limits_.ttl);
-  if (entry == nullptr) return kEmptySet;
-  if (entry->holders == name.owners && context->retired_slots.empty()) return name.owners;
-  return sets_.intersection_minus(name.owners, entry->holders, context->dead);
+  const BlockId id = context->find_live(name.prefix, now, limits_.ttl);
+  if (id == kNoBlock) return kEmptySet;
+  const SetId holders = pool_[id].holders;
+  if (holders == name.owners && context->retired_slots.empty()) return name.owners;
+  return sets_.intersection_minus(name.owners, holders, context->dead);
 }
 
 // Takes a segment of a dropped context apart; true when none is left.
 bool PrefixIndex::sweep_graveyard() {
   if (graveyard_.empty()) return true;
   Context& context = *graveyard_.back();
-  if (context.prefixes.dismantle(1, [&](const PrefixEntry& entry) { sets_.release(entry.holders); }) &&
-      context.marks.dismantle(1, [](const Mark&) {}) &&
+  const auto drop = [&](BlockId id) {
+    unname(id);
+    sets_.release(pool_[id].holders);
+    pool_.free(id);
+  };
+  if (context.prefixes.dismantle(1, drop) && context.marks.dismantle(1, [](const Mark&) {}) &&
       context.claims.dismantle(1, [&](const Claim& claim) { owners_.discount(claim); }))
     graveyard_.pop_back();
   return graveyard_.empty();

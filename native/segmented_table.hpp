@@ -31,6 +31,7 @@
 #include <algorithm>
 #include <bit>
 #include <cassert>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -53,15 +54,36 @@ class SegmentedTable {
     return page_bytes_ + directory_.capacity() * sizeof(uint32_t) + segments_.capacity() * sizeof(Segment);
   }
 
+  // An empty table gets its segments for so many entries now, and each segment its memory with its first
+  // entry. For whoever fills it in key order: a table that grows meanwhile crowds all keys at the front of
+  // what it has, and an insertion becomes a scan (a snapshot of 2 million names: 1.85 s instead of 0.35).
+  void reserve(size_t entries) {
+    if (size_ != 0 || directory_bits_ != 0) return;
+    constexpr size_t kBitsMax = 16;
+    const size_t full = kSegmentPagesMax * Pages::kPageBytes / sizeof(Entry) * 3 / 4;
+    while (directory_bits_ < kBitsMax && (entries >> directory_bits_) > full) ++directory_bits_;
+    const size_t each = entries >> directory_bits_;
+    const size_t uneven = 4 * static_cast<size_t>(std::sqrt(static_cast<double>(each)));
+    first_pages_ =
+        std::min(kSegmentPagesMax, pages_for(static_cast<uint32_t>(std::min(each + uneven, full))));
+    segments_.resize(size_t{1} << directory_bits_);
+    directory_.resize(segments_.size());
+    for (uint32_t index = 0; index < segments_.size(); ++index) {
+      directory_[index] = index;
+      segments_[index].depth = directory_bits_;
+    }
+  }
+
   void prefetch(uint64_t key) const {
     const Segment& segment = segments_[segment_of(key)];
-    const Entry* at = segment.slots() + segment.home(key);
+    // As a number: an empty segment has no memory, and no pointers into it.
+    const uintptr_t at = reinterpret_cast<uintptr_t>(segment.slots()) + segment.home(key) * sizeof(Entry);
     // GCC 12 takes a function that only prefetches for one without effect and drops the calls; this is an
     // effect.
     asm volatile("" : : "r"(at));
-    __builtin_prefetch(at);
+    __builtin_prefetch(reinterpret_cast<const void*>(at));
     // An entry lies up to a few places behind its home; the second line is wanted often enough to pay for it.
-    __builtin_prefetch(reinterpret_cast<const char*>(at) + 64);
+    __builtin_prefetch(reinterpret_cast<const void*>(at + 64));
   }
 
   // The first entry with this key, or nullptr. Valid until the next insert, erase or clear.
@@ -271,7 +293,8 @@ class SegmentedTable {
     const uint32_t depth_max = static_cast<uint32_t>(std::bit_width(segments_.size())) + 3;
     if (pages >= kSegmentPagesMax && segment.depth < depth_max) return split(index);
     lift(segment);
-    lay_out(segment, lifted_.data(), lifted_.size(), pages == 0 ? 1 : pages + std::max<size_t>(1, pages / 8));
+    lay_out(segment, lifted_.data(), lifted_.size(),
+            pages == 0 ? first_pages_ : pages + std::max<size_t>(1, pages / 8));
   }
 
   void widen(uint32_t index) {
@@ -356,6 +379,7 @@ class SegmentedTable {
 
   std::vector<uint32_t> directory_;  // leading key bits -> index in segments_
   uint32_t directory_bits_ = 0;
+  uint32_t first_pages_ = 1;  // of a segment with its first entry
   std::vector<Segment> segments_;
   size_t size_ = 0;
   size_t page_bytes_ = 0;

@@ -29,6 +29,7 @@ VOLATILE: Mapping[str, Any] = {
     "last_event_age_s": 0.4,
     "uptime_s": 12.5,
     "ts": 1795226400.5,
+    "request_id": "5d0c9a1be7f24c68-2a",
     "bytes": 131072,
     "event_id": "Lookup44a3a870-91bd-439f-a185-4cde38779e45",
 }

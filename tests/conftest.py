@@ -1,4 +1,8 @@
-"""Lets the whole suite run on another build of the native core: `make sanitize` names one in KVINDEXER_TEST_CORE."""
+"""Lets the whole suite run on another build of the native core: `make sanitize` names one in KVINDEXER_TEST_CORE.
+
+And takes the deadlines off the property tests: how long an example takes says more about the machine than about us.
+(Under CI Hypothesis does so itself, and draws the same examples each time.)
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,13 @@ import importlib.util
 import os
 import sys
 
+from hypothesis import settings
+
 import app
+
+if "CI" not in os.environ:
+    settings.register_profile("unhurried", deadline=None)
+    settings.load_profile("unhurried")
 
 
 def _use_core(path: str) -> None:

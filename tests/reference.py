@@ -200,7 +200,8 @@ class ReferenceIndex:
         stored = unknown = 0
         for engine_hash in _uint64s(engine_hashes, "engine_hashes"):
             known = sorted(
-                slot for slot, names in self._names.items() if slot[0] == source and engine_hash in names
+                (slot for slot, names in self._names.items() if slot[0] == source and engine_hash in names),
+                key=lambda slot: (slot[1], slot[2], self._contexts[slot[3]].seed),
             )
             if known:
                 context = known[0][3]
@@ -224,28 +225,63 @@ class ReferenceIndex:
         copies: bytes | None,
         now: int,
         count_copies: bool = True,
-        contents: bytes | None = None,
         owner: int = 0,
     ) -> StoreResult:
         self._advance(now)
         names, prefixes = _uint64s(engine_hashes, "block_hashes"), _uint64s(prefix_hashes, "prefix_hashes")
         counts = [1] * len(names) if copies is None else _uint64s(copies, "copies")
-        hashes = bytes(16 * len(names)) if contents is None else contents
-        told = [any(hashes[i : i + 16]) for i in range(0, len(hashes), 16)]
-        if not len(names) == len(prefixes) == len(counts) == len(told) or 0 in counts:
-            raise InvalidInput("engine_hashes, prefix_hashes, copies and contents do not go together")
+        if not len(names) == len(prefixes) == len(counts) or 0 in counts:
+            raise InvalidInput("engine_hashes, prefix_hashes and copies do not go together")
         slot = self._slot(source, tier, group, self._use(context))
-        known = self._contexts[context]
         stored = 0
-        for engine_hash, prefix, count, is_plain in zip(names, prefixes, counts, told, strict=True):
+        for engine_hash, prefix, count in zip(names, prefixes, counts, strict=True):
             self._hold(slot, engine_hash, prefix, count_copies=False, owner=owner)
             self._names[slot][engine_hash].copies = count
-            if is_plain:
+            waiting = self._take_waiting(slot, engine_hash)
+            stored += 1 + sum(self._chain(orphan, prefix, count_copies) for orphan in waiting)
+        return StoreResult(stored, 0, 0)
+
+    def store_hashed(
+        self,
+        source: int,
+        context: int,
+        *,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        chain_from: int | None,
+        prefix_hashes: bytes,
+        contents: bytes,
+        now: int,
+        count_copies: bool = True,
+        owner: int = 0,
+    ) -> StoreResult:
+        self._advance(now)
+        names, prefixes = _uint64s(engine_hashes, "block_hashes"), _uint64s(prefix_hashes, "prefix_hashes")
+        if len(names) != len(prefixes) or len(contents) > 16 * len(names):
+            raise InvalidInput("engine_hashes, prefix_hashes and contents do not go together")
+        slot = self._slot(source, tier, group, self._use(context))
+        known = self._contexts[context]
+        restating = chain_from is None and len(names) > 1
+        plain_blocks = len(contents) // 16 if chain_from is None or chain_from in known.plain else 0
+        stored = 0
+        for i, (engine_hash, prefix) in enumerate(zip(names, prefixes, strict=True)):
+            name = self._names.get(slot, {}).get(engine_hash)
+            restating = restating and name is not None and name.prefix == prefix
+            self._hold(slot, engine_hash, prefix, count_copies and not restating, owner)
+            if i < plain_blocks:
                 known.plain.add(prefix)
                 known.ever_plain.add(prefix)
             waiting = self._take_waiting(slot, engine_hash)
             stored += 1 + sum(self._chain(orphan, prefix, count_copies) for orphan in waiting)
         return StoreResult(stored, 0, 0)
+
+    def chain_of(
+        self, source: int, context: int, *, tier: int, group: int, parent: int, now: int
+    ) -> int | None:
+        self._advance(now)
+        name = self._find_parent(self._slot(source, tier, group, context), parent)
+        return None if name is None else name.prefix
 
     def remove(self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int) -> RemoveResult:
         self._advance(now)

@@ -18,6 +18,10 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from app.config import load_settings
 from app.main import create_app as create_indexer
@@ -264,3 +268,23 @@ def test_the_commands_of_the_readme() -> None:
                 ]
     assert len({answer.headers["x-pod"] for answer in answers}) == 1
     assert [cached_tokens(answer) for answer in answers] == [0, 192, 192]
+
+
+@on_a_loop
+async def test_ids_of_a_request_go_along_to_the_indexer(indexer_url: str) -> None:
+    seen: list[dict[str, str]] = []
+
+    async def note(request: Request) -> Response:
+        seen.append(dict(request.headers))
+        return Response(b"", 404)
+
+    ids = {"x-request-id": "r-1", "traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+    with served(Starlette(routes=[Route("/v1/route", note, methods=["POST"])])) as asked_url:
+        async with site(indexer_url, asked_url=asked_url) as running:
+            body = {"model": "simulated", "max_tokens": 1, "prompt": words(1)}
+            for headers in (ids, {}):
+                answer = await running.http.post("/v1/completions", json=body, headers=headers)
+                assert answer.status_code == 200
+    first, second = seen
+    assert ids.items() <= first.items()
+    assert not ids.keys() & second.keys()

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from app import _native
@@ -109,13 +109,25 @@ documents = st.recursive(
 )
 
 
+def unsigned(document: Any, name: str = "") -> Any:
+    """Engine hashes that are negative are the same 64 bits as unsigned ones."""
+    if isinstance(document, dict):
+        return {key: unsigned(value, key) for key, value in document.items()}
+    if not isinstance(document, list):
+        return document
+    if name == "block_hashes" and document and all(type(item) is int for item in document):
+        return [item % 2**64 for item in document]
+    return [unsigned(item) for item in document]
+
+
 @given(documents, st.sampled_from([None, 1]), st.booleans())
+@example({"block_hashes": [-1]}, None, True)
 def test_cut_and_put_back(document: Any, indent: int | None, ascii_only: bool) -> None:
     body = json.dumps(document, indent=indent, ensure_ascii=ascii_only).encode()
     taken = cut(body)
     if taken is not None:
         rest, arrays = taken
-        assert put_back(json.loads(rest), arrays) == document
+        assert put_back(json.loads(rest), arrays) == unsigned(document)
 
 
 @given(

@@ -520,18 +520,13 @@ def test_each_change_of_state_is_one_log_line(bench: Bench, caplog: pytest.LogCa
     bench.post(stored(3), seq=9)
     assert len(caplog.records) == 1
     fields = vars(caplog.records[0])
-    assert (fields["pod"], fields["dp_rank"], fields["state"], fields["state_before"]) == (
-        "a",
-        0,
-        "degraded",
-        "live",
-    )
+    assert (fields["pod"], fields["dp_rank"], fields["from"], fields["to"]) == ("a", 0, "live", "degraded")
     assert fields["cause"] == "batches 2 to 3 never came"
     assert "replay endpoint" in fields["remedy"]
     bench.clock.seconds += 61
     bench.service.tick()
     bench.post(stored(0), seq=0)
-    assert [vars(record)["state"] for record in caplog.records] == ["degraded", "down", "degraded"]
+    assert [vars(record)["to"] for record in caplog.records] == ["degraded", "down", "degraded"]
 
 
 # -- queries

@@ -54,7 +54,7 @@ async def register(request: Request) -> Response:
     _refuse_known_rank(wiring, instance)
     replay = fields.replay_endpoint or None
     rank_endpoints(fields.endpoint, replay, 1)
-    wiring.service.register(
+    await wiring.writer.register(
         PodSpec(
             instance.pod,
             partition_of(fields).key(required_model(fields)),
@@ -97,7 +97,7 @@ async def unregister(request: Request) -> Response:
     keys = []
     for name in gone:
         keys += [f"{asked.id}|{partition.tenant}|{rank}" for rank in _ranks(wiring.service.pod(name))]
-        wiring.service.drop_pod(name)
+        await wiring.writer.drop_pod(name)
     status = "ok" if fields.model_name is not None else "unregistered successfully"
     return answer(request, {"status": status, "removed_instances": sorted(keys)})
 

@@ -5,6 +5,7 @@ match sees it.
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from app.events import BlockRemoved, EventBatch
 from app.ingest.vllm import EventPost, decode_batch, decode_json_events
 from app.schemas import EventsFields, EventsRequest, EventsResponse
 from app.service import BatchResult, IndexerService
+from app.writers import Writer
 
 router = APIRouter(prefix="/v1", tags=["events"])
 
@@ -46,22 +48,20 @@ async def events(request: Request) -> Response:
     dp_rank = fields.dp_rank if "dp_rank" in fields.model_fields_set else None
     if fields.pod is None:
         _check_count(wiring, len(batch.events) + len(batch.rejected) + batch.ignored)
-        return bodies.answer(request, _shown(_remove_everywhere(wiring.service, fields, batch)))
-    return bodies.answer(
-        request,
-        apply_batch(
-            wiring,
-            batch,
-            body,
-            pod=fields.pod,
-            model=fields.model,
-            dp_rank=dp_rank,
-            seq=fields.seq,
-            lora=fields.lora,
-            incomplete=fields.incomplete,
-            owner=fields.owner,
-        ),
+        return bodies.answer(request, _shown(await _remove_everywhere(wiring.writer, fields, batch)))
+    told = apply_batch(
+        wiring,
+        batch,
+        body,
+        pod=fields.pod,
+        model=fields.model,
+        dp_rank=dp_rank,
+        seq=fields.seq,
+        lora=fields.lora,
+        incomplete=fields.incomplete,
+        owner=fields.owner,
     )
+    return bodies.answer(request, told if isinstance(told, dict) else await told)
 
 
 def apply_batch(
@@ -76,13 +76,27 @@ def apply_batch(
     lora: str | None,
     incomplete: bool = False,
     owner: str | None = None,
-) -> dict[str, Any]:
-    """What is answered. `dp_rank` is what the sender named; else the batch's own counts."""
+) -> dict[str, Any] | Awaitable[dict[str, Any]]:
+    """What is answered, or in a replica what will be. `dp_rank` is what the sender named; else the batch's own counts."""
     _check_count(wiring, len(batch.events) + len(batch.rejected) + batch.ignored)
     if dp_rank is None:
         dp_rank = batch.dp_rank or 0
     digest = hashing.digest(body) if seq == 0 else None  # only what comes as number 0 is told apart by it
-    result = wiring.service.post(
+    service = wiring.writer.immediate
+    if service is None:
+        return _apply_through_log(
+            wiring,
+            batch,
+            pod,
+            model,
+            dp_rank,
+            seq=seq,
+            lora=lora,
+            digest=digest,
+            incomplete=incomplete,
+            owner=owner,
+        )
+    result = service.post(
         pod,
         batch,
         model=model,
@@ -98,7 +112,36 @@ def apply_batch(
     return _shown(result)
 
 
-def _remove_everywhere(service: IndexerService, fields: EventsFields, batch: EventBatch) -> BatchResult:
+async def _apply_through_log(
+    wiring: Wiring,
+    batch: EventBatch,
+    pod: str,
+    model: str | None,
+    dp_rank: int,
+    *,
+    seq: int | None,
+    lora: str | None,
+    digest: int | None,
+    incomplete: bool,
+    owner: str | None,
+) -> dict[str, Any]:
+    result = await wiring.writer.post(
+        pod,
+        batch,
+        model=model,
+        dp_rank=dp_rank,
+        seq=seq,
+        lora=lora or None,
+        digest=digest,
+        incomplete=incomplete,
+        owner=owner,
+    )
+    if batch.ts is not None and not result.duplicate:
+        wiring.metrics.observe_lag(time.time() - batch.ts)
+    return _shown(result)
+
+
+async def _remove_everywhere(writer: Writer, fields: EventsFields, batch: EventBatch) -> BatchResult:
     """All of the batch or nothing: what has no pod has no counters to show what was left out."""
     said = fields.model_fields_set & {"seq", "dp_rank", "owner"}
     for name in sorted(said):
@@ -107,12 +150,12 @@ def _remove_everywhere(service: IndexerService, fields: EventsFields, batch: Eve
         raise InvalidInput("a batch for every pod must name their model", field="model")
     if batch.rejected:
         raise BatchRejected(batch.rejected)
-    removals = [event for event in batch.events if isinstance(event, BlockRemoved)]
+    removals = tuple(event for event in batch.events if isinstance(event, BlockRemoved))
     if len(removals) < len(batch.events):
         raise InvalidInput("only BlockRemoved can be said of every pod", field="events")
-    removed = [service.remove_everywhere(fields.model, fields.lora or None, event) for event in removals]
+    removed = await writer.remove_everywhere(fields.model, fields.lora or None, removals)
     accepted = len(removals) + batch.ignored
-    return BatchResult(accepted=accepted, ignored=batch.ignored, removed_blocks=sum(removed))
+    return BatchResult(accepted=accepted, ignored=batch.ignored, removed_blocks=removed)
 
 
 def _from_payload(request: Request, service: IndexerService, body: bytes) -> tuple[EventsFields, EventBatch]:

@@ -1,26 +1,46 @@
-"""Times every request by its route template, below the framework: one wrapped `send`, no task, no copy of a
-body.
+"""What is known of every request: its ids, how long it took by its route template, and where somebody wants them a
+line of the access log and a span.
+
+Below the framework and around the short way: one wrapped `send`, no task, no copy of a body. The request's id goes
+out with every answer.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.correlation import CURRENT, correlate
 from app.metrics import Metrics
+from app.tracing import Spans
+
+logger = logging.getLogger("app.access")
 
 # A path that no route knows must not become a label: anybody could make as many as they like.
 UNMATCHED = "unmatched"
+PATH_CHARS_MAX = 256  # of a line of the access log
 
 
 class RequestObservation:
+    """`access_log_every`: one request of so many is logged, 0 is none. `spans`: None is none."""
+
     def __init__(
-        self, app: ASGIApp, *, metrics: Metrics, clock: Callable[[], float] = time.perf_counter
+        self,
+        app: ASGIApp,
+        *,
+        metrics: Metrics,
+        access_log_every: int = 0,
+        spans: Spans | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._app = app
         self._metrics = metrics
+        self._access_log_every = access_log_every
+        self._unlogged = 0
+        self._spans = spans
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -29,15 +49,55 @@ class RequestObservation:
             return
         status = 500
         started = self._clock()
+        correlation = correlate(scope["headers"])
+        span = None if self._spans is None else self._spans.start(correlation, scope["method"], scope["path"])
+        if span is not None:
+            correlation = span.correlation
+        # Not reset: the task is the request's, and a fault is logged by the server when we are through.
+        CURRENT.set(correlation)
+        request_id = (b"x-request-id", correlation.request_id.encode("ascii"))
 
         async def send_seen(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message.get("headers", ()), request_id]
             await send(message)
 
         try:
             await self._app(scope, receive, send_seen)
         finally:
+            took_s = self._clock() - started
             route = getattr(scope.get("route"), "path_format", UNMATCHED)
-            self._metrics.observe_request(scope["method"], route, status, self._clock() - started)
+            self._metrics.observe_request(scope["method"], route, status, took_s)
+            if span is not None:
+                span.end(scope["method"], route, status)
+            if self._access_log_every:
+                self._log(scope, route, status, took_s)
+
+    def _log(self, scope: Scope, route: str, status: int, took_s: float) -> None:
+        """Without the query string: it may have a cache salt."""
+        self._unlogged += 1
+        if self._unlogged < self._access_log_every:
+            return
+        self._unlogged = 0
+        path = scope["path"][:PATH_CHARS_MAX]
+        took_ms = round(took_s * 1_000, 3)
+        client = scope["client"][0] if scope.get("client") else None
+        logger.info(
+            "%s %s %d %.3f ms, from %s",
+            scope["method"],
+            path,
+            status,
+            took_ms,
+            client,
+            extra={
+                "method": scope["method"],
+                "path": path,
+                "route": route,
+                "status": status,
+                "duration_ms": took_ms,
+                "client": client,
+                "requests": self._access_log_every,
+            },
+        )

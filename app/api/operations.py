@@ -17,7 +17,9 @@ router = APIRouter(tags=["operations"])
 @router.get("/v1/stats", **described(StatsResponse))
 async def stats(request: Request) -> Response:
     """Figures of the index, the sources and the queries since the start."""
-    return bodies.answer(request, wiring_of(request).service.stats())
+    wiring = wiring_of(request)
+    replication = {} if wiring.replication is None else {"replication": wiring.replication()}
+    return bodies.answer(request, {**wiring.service.stats(), **replication})
 
 
 @router.get("/healthz", **described(HealthResponse))

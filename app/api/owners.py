@@ -29,7 +29,7 @@ async def clear_owner(owner: str, request: Request) -> Response:
 
     The blocks stay where they are: for their other owners, or for nobody. Returns whose they were.
     """
-    return bodies.answer(request, _shown(wiring_of(request).service.owners.clear(owner)))
+    return bodies.answer(request, _shown(await wiring_of(request).writer.clear_owner(owner)))
 
 
 def _shown(owners: Iterable[OwnerInfo]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ async def remove_blocks(pod: str, request: Request) -> Response:
     """Forgets the blocks of a pod, or those of an adapter, a rank, a tier of it; the pod stays."""
     wiring = wiring_of(request)
     fields = bodies.validate_query(RemoveFields, request)
-    removed = wiring.service.remove_blocks(
+    removed = await wiring.writer.remove_blocks(
         pod,
         model=fields.model,
         lora=fields.lora,
@@ -60,7 +60,7 @@ async def put_pod(pod: str, request: Request) -> Response:
     bodies.refuse_query(request)
     body = await bodies.read_body(request, wiring.settings.body_bytes_max)
     fields = bodies.validate(PodRequest, bodies.cut_fields(body, notation), notation)
-    registered = wiring.service.register(_spec(pod, fields))
+    registered = await wiring.writer.register(_spec(pod, fields))
     return bodies.answer(request, _shown(wiring, registered))
 
 
@@ -71,7 +71,7 @@ async def put_pod(pod: str, request: Request) -> Response:
 )
 async def delete_pod(pod: str, request: Request) -> Response:
     """Forgets a pod and all that it holds, and stops following it."""
-    wiring_of(request).service.drop_pod(pod)
+    await wiring_of(request).writer.drop_pod(pod)
     return Response(status_code=204)
 
 

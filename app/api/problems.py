@@ -17,12 +17,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
+from app.correlation import CURRENT
 from app.errors import (
     BatchRejected,
     BodyTooLarge,
     IndexerError,
     InvalidInput,
     LimitExceeded,
+    LogAway,
     NoCandidate,
     Overloaded,
     SwitchedOff,
@@ -50,6 +52,7 @@ STATUSES: tuple[tuple[type[IndexerError], int, str], ...] = (
     (LimitExceeded, 422, "limit-exceeded"),
     (SwitchedOff, 501, "switched-off"),
     (Overloaded, 503, "overloaded"),
+    (LogAway, 503, "log-away"),
     (TokenizerUnavailable, 503, "tokenizer-unavailable"),
 )
 
@@ -75,7 +78,7 @@ def problem(
     headers: dict[str, str] | None = None,
 ) -> JSONResponse:
     content = _content(status, slug, detail, faults, bound)
-    return JSONResponse(content, status, headers, media_type=CONTENT_TYPE)
+    return _answer(content, headers)
 
 
 def content_of(error: IndexerError) -> dict[str, Any]:
@@ -108,6 +111,13 @@ def _content(status: int, slug: str, detail: str, faults: Faults, bound: str | N
     return content
 
 
+def _answer(content: dict[str, Any], headers: dict[str, str] | None) -> JSONResponse:
+    correlation = CURRENT.get()
+    if correlation is not None:
+        content["request_id"] = correlation.request_id
+    return JSONResponse(content, content["status"], headers, media_type=CONTENT_TYPE)
+
+
 def place(location: Sequence[int | str]) -> str:
     """A path of keys and indexes as one text: ("events", 2, "type") is events[2].type."""
     text = ""
@@ -128,9 +138,9 @@ def problem_of(error: IndexerError) -> JSONResponse:
     if isinstance(error, BodyTooLarge):
         # The rest of the body is not read, so nothing more can be understood on this connection.
         headers = {"Connection": "close"}
-    elif isinstance(error, (Overloaded, TokenizerUnavailable)):
+    elif isinstance(error, (Overloaded, LogAway, TokenizerUnavailable)):
         headers = {"Retry-After": "1"}
-    return JSONResponse(content, content["status"], headers, media_type=CONTENT_TYPE)
+    return _answer(content, headers)
 
 
 async def _validation_error(_request: Request, error: Exception) -> JSONResponse:

@@ -49,6 +49,7 @@ async def route(request: Request) -> Response:
         loads={pod: Load(said.running, said.waiting, said.kv_usage) for pod, said in loads.items()},
         reserve=fields.reserve,
         ttl_s=fields.ttl_s,
+        dry_run=fields.dry_run,
     )
     held = result.match.matches
     wiring.metrics.observe_match(held[0].matched_blocks if held else 0)

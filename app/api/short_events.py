@@ -7,7 +7,8 @@ and, in JSON, a second pass over the arrays. See app/api/short_way.py.
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from collections.abc import Awaitable
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -45,7 +46,9 @@ class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _decoder = msgspec.json.Decoder(_Envelope)
 
 
-def answer(wiring: Wiring, notation: str, query_string: bytes, body: bytes) -> bytes | None:
+def answer(
+    wiring: Wiring, notation: str, query_string: bytes, body: bytes
+) -> bytes | Awaitable[bytes] | None:
     """None: for the long way, with nothing changed. Raises IndexerError where the batch itself is refused."""
     if notation == bodies.JSON and not query_string:
         return _from_json(wiring, body)
@@ -54,7 +57,7 @@ def answer(wiring: Wiring, notation: str, query_string: bytes, body: bytes) -> b
     return None
 
 
-def _from_json(wiring: Wiring, body: bytes) -> bytes | None:
+def _from_json(wiring: Wiring, body: bytes) -> bytes | Awaitable[bytes] | None:
     events_max = wiring.settings.events_max
     cut = _native.json_cut(body, len(body), 2 * events_max)
     if cut is None:
@@ -87,10 +90,10 @@ def _from_json(wiring: Wiring, body: bytes) -> bytes | None:
         lora=said.lora,
         owner=said.owner,
     )
-    return msgspec.json.encode(result)
+    return _told(result)
 
 
-def _from_payload(wiring: Wiring, query_string: bytes, body: bytes) -> bytes | None:
+def _from_payload(wiring: Wiring, query_string: bytes, body: bytes) -> bytes | Awaitable[bytes] | None:
     fields = _read_query(query_string)
     if fields is None:
         return None
@@ -105,11 +108,19 @@ def _from_payload(wiring: Wiring, query_string: bytes, body: bytes) -> bytes | N
         return None
     if len(batch.events) + len(batch.rejected) + batch.ignored > wiring.settings.events_max:
         return None
-    return msgspec.json.encode(
+    return _told(
         apply_batch(
             wiring, batch, body, pod=pod, model=model, dp_rank=dp_rank, seq=seq, lora=lora, owner=owner
         )
     )
+
+
+def _told(result: dict[str, Any] | Awaitable[dict[str, Any]]) -> bytes | Awaitable[bytes]:
+    return msgspec.json.encode(result) if isinstance(result, dict) else _told_later(result)
+
+
+async def _told_later(result: Awaitable[dict[str, Any]]) -> bytes:
+    return msgspec.json.encode(await result)
 
 
 _KNOWN = frozenset({"pod", "model", "lora", "dp_rank", "seq", "owner"})

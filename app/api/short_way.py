@@ -14,7 +14,7 @@ Cost beside that of the server, for 4,096 tokens: docs/performance.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -35,7 +35,9 @@ _NOTATIONS = {
 }
 _WATCHED = frozenset({b"content-type", b"accept", b"content-encoding", b"content-length"})
 
-Answer = Callable[[Wiring, str, bytes, bytes], bytes | None]  # notation, query string, body
+Answer = Callable[
+    [Wiring, str, bytes, bytes], bytes | Awaitable[bytes] | None
+]  # notation, query string, body
 
 
 class Route(NamedTuple):
@@ -68,6 +70,8 @@ class ShortWay:
             answer, route = way
             try:
                 content = answer(self._wiring, notation, scope["query_string"], body)
+                if content is not None and not isinstance(content, bytes):
+                    content = await content
             except IndexerError as error:
                 scope["route"] = route
                 await problem_of(error)(scope, receive, send)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from fastapi import FastAPI, Request
 
@@ -13,19 +13,23 @@ from app.metrics import Metrics
 from app.router import Router
 from app.service import IndexerService
 from app.tokenizer.front import Tokenizer
+from app.writers import Writer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wiring:
-    """`not_ready` names what the process still waits for as (place, sentence); empty when it is ready."""
+    """`not_ready` names what the process still waits for as (place, sentence); empty when it is ready. What changes
+    the picture goes through `writer`; `replication` are the figures of /v1/stats, None in a lone process."""
 
     settings: Settings
     service: IndexerService
+    writer: Writer
     metrics: Metrics
     clock: Callable[[], float]
     not_ready: Callable[[], list[tuple[str, str]]]
     router: Router
     tokenizer: Tokenizer
+    replication: Callable[[], dict[str, Any]] | None = None
 
 
 def attach(app: FastAPI, wiring: Wiring) -> None:

@@ -35,6 +35,8 @@ def serve(
     zmq_disconnect_deadline_s: Annotated[float | None, _setting("zmq_disconnect_deadline_s")] = None,
     http_silence_deadline_s: Annotated[float | None, _setting("http_silence_deadline_s")] = None,
     log_level: Annotated[str | None, _setting("log_level")] = None,
+    log_format: Annotated[str | None, _setting("log_format")] = None,
+    access_log_every: Annotated[int | None, _setting("access_log_every")] = None,
 ) -> None:
     """Start the indexer: one process, no other service. Every setting has a KVINDEXER_... variable too."""
     options = {**locals(), "pods": tuple(pod) if pod else None}

@@ -65,10 +65,20 @@ class AsyncClient:
     # -- what a router asks
 
     async def match(
-        self, prompt: Prompt, *, pods: Sequence[str] | None = None, include_hashes: bool = False, **extra: Any
+        self,
+        prompt: Prompt,
+        *,
+        pods: Sequence[str] | None = None,
+        include_hashes: bool = False,
+        headers: Mapping[str, str] | None = None,
+        **extra: Any,
     ) -> MatchAnswer:
-        """Who holds the longest leading part of the prompt? Fails open."""
-        return await self._ask(calls.match(prompt, pods=pods, include_hashes=include_hashes, extra=extra))
+        """Who holds the longest leading part of the prompt? Fails open.
+
+        `headers` go along, here and below: `X-Request-ID` and `traceparent` of the request that is being routed.
+        """
+        call = calls.match(prompt, pods=pods, include_hashes=include_hashes, extra=extra)
+        return await self._ask(call.with_headers(headers))
 
     async def route(
         self,
@@ -78,17 +88,24 @@ class AsyncClient:
         loads: Mapping[str, Load] | None = None,
         policy: str | None = None,
         reserve: bool = True,
+        headers: Mapping[str, str] | None = None,
         **extra: Any,
     ) -> RouteAnswer:
         """Where to send the prompt. Fails open: `pod` is None then."""
         call = calls.route(prompt, pods=pods, loads=loads, policy=policy, reserve=reserve, extra=extra)
-        return await self._ask(call)
+        return await self._ask(call.with_headers(headers))
 
     async def prefixes(
-        self, prompt: Prompt, pod: str, *, dp_rank: int = 0, ttl_s: float = 2.0
+        self,
+        prompt: Prompt,
+        pod: str,
+        *,
+        dp_rank: int = 0,
+        ttl_s: float = 2.0,
+        headers: Mapping[str, str] | None = None,
     ) -> PrefixesAnswer:
         """Says that the prompt was sent to a pod. Fails open."""
-        return await self._ask(calls.prefixes(prompt, pod, dp_rank, ttl_s))
+        return await self._ask(calls.prefixes(prompt, pod, dp_rank, ttl_s).with_headers(headers))
 
     # -- what must not be lost: raises Unresponsive
 

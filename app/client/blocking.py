@@ -68,10 +68,20 @@ class Client:
     # -- what a router asks
 
     def match(
-        self, prompt: Prompt, *, pods: Sequence[str] | None = None, include_hashes: bool = False, **extra: Any
+        self,
+        prompt: Prompt,
+        *,
+        pods: Sequence[str] | None = None,
+        include_hashes: bool = False,
+        headers: Mapping[str, str] | None = None,
+        **extra: Any,
     ) -> MatchAnswer:
-        """Who holds the longest leading part of the prompt? Fails open."""
-        return self._ask(calls.match(prompt, pods=pods, include_hashes=include_hashes, extra=extra))
+        """Who holds the longest leading part of the prompt? Fails open.
+
+        `headers` go along, here and below: `X-Request-ID` and `traceparent` of the request that is being routed.
+        """
+        call = calls.match(prompt, pods=pods, include_hashes=include_hashes, extra=extra)
+        return self._ask(call.with_headers(headers))
 
     def route(
         self,
@@ -81,15 +91,24 @@ class Client:
         loads: Mapping[str, Load] | None = None,
         policy: str | None = None,
         reserve: bool = True,
+        headers: Mapping[str, str] | None = None,
         **extra: Any,
     ) -> RouteAnswer:
         """Where to send the prompt. Fails open: `pod` is None then."""
         call = calls.route(prompt, pods=pods, loads=loads, policy=policy, reserve=reserve, extra=extra)
-        return self._ask(call)
+        return self._ask(call.with_headers(headers))
 
-    def prefixes(self, prompt: Prompt, pod: str, *, dp_rank: int = 0, ttl_s: float = 2.0) -> PrefixesAnswer:
+    def prefixes(
+        self,
+        prompt: Prompt,
+        pod: str,
+        *,
+        dp_rank: int = 0,
+        ttl_s: float = 2.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> PrefixesAnswer:
         """Says that the prompt was sent to a pod. Fails open."""
-        return self._ask(calls.prefixes(prompt, pod, dp_rank, ttl_s))
+        return self._ask(calls.prefixes(prompt, pod, dp_rank, ttl_s).with_headers(headers))
 
     # -- what must not be lost: raises Unresponsive
 

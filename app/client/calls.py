@@ -60,13 +60,19 @@ class Call(Generic[Answer]):
     repeatable: bool = True
     as_json: bool = False
     without: Callable[[str], Answer] | None = None
+    passed_on: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def with_headers(self, headers: Mapping[str, str] | None) -> Call[Answer]:
+        """Ours win over `headers` of the same name."""
+        return dataclasses.replace(self, passed_on=headers) if headers else self
 
     def content(self) -> bytes | None:
         encode = msgspec.json.encode if self.as_json else msgspec.msgpack.encode
         return None if self.body is None else encode(self.body)
 
     def headers(self) -> dict[str, str]:
-        return {"Accept": MSGPACK, "Content-Type": JSON if self.as_json else MSGPACK}
+        ours = {"accept": MSGPACK, "content-type": JSON if self.as_json else MSGPACK}
+        return {name.lower(): value for name, value in self.passed_on.items()} | ours
 
     def fail_open(self, cause: str) -> Answer:
         if self.without is None:

@@ -4,6 +4,11 @@ const DEADLINE_MS = 5000;
 
 export class Problem extends Error {}
 
+// A failure in a sentence: what the indexer says, or that it says nothing.
+export function said(error) {
+  return error instanceof Problem ? error.message : "The indexer does not answer.";
+}
+
 let key = sessionStorage.getItem("kvindexer-key") ?? "";
 
 export function apiKey() {

@@ -49,11 +49,11 @@ export function quantile(before, after, q) {
   return Number.isFinite(bounds[index]) ? bounds[index] : bounds[index - 1];
 }
 
-// Buckets of `name` whose labels contain `label`, summed over all other labels: upper bound -> count.
-export function buckets(text, name, label) {
+// Buckets of `name` whose labels fit `labels`, summed over all other labels: upper bound -> count.
+export function buckets(text, name, labels) {
   const found = new Map();
   for (const line of text.split("\n")) {
-    if (!line.startsWith(`${name}_bucket{`) || !line.includes(label)) continue;
+    if (!line.startsWith(`${name}_bucket{`) || !labels.test(line)) continue;
     const bound = /le="([^"]+)"/.exec(line)[1];
     const upper = bound === "+Inf" ? Infinity : Number(bound);
     found.set(upper, (found.get(upper) ?? 0) + Number(line.slice(line.lastIndexOf(" ") + 1)));

@@ -27,8 +27,10 @@ export async function followLive() {
 function seen(kind, data) {
   if (pause.getAttribute("aria-pressed") === "true") return;
   const line = document.createElement("li");
-  const facts = Object.entries(data).map(([name, value]) => `${name}=${typeof value === "object" ? JSON.stringify(value) : value}`);
-  line.textContent = `${new Date().toLocaleTimeString("en-GB")} ${kind} ${facts.join(" ")}`;
+  const { ts, ...facts } = data;
+  const at = ts ? new Date(1000 * ts) : new Date();
+  const told = Object.entries(facts).map(([name, value]) => `${name}=${typeof value === "object" ? JSON.stringify(value) : value}`);
+  line.textContent = `${at.toLocaleTimeString("en-GB")} ${kind} ${told.join(" ")}`;
   list.prepend(line);
   while (list.children.length > LINES_MAX) list.lastElementChild.remove();
 }

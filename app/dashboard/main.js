@@ -21,7 +21,7 @@ const drawn = {
   evicted: new Chart(charts, "Evicted and expired, a second", (n) => short.format(n)),
   matches: new Chart(charts, "Matches, a second", (n) => short.format(n)),
   hit: new Chart(charts, "Token hit rate of matches", (n) => `${(100 * n).toFixed(1)} %`),
-  p99: new Chart(charts, "Match latency, p99", milliseconds),
+  p99: new Chart(charts, "Latency of matches and choices, p99", milliseconds),
 };
 let last = null;
 
@@ -47,7 +47,7 @@ function show(stats, pods) {
 }
 
 function chart(stats, text, nowMs) {
-  const histogram = buckets(text, "kvindexer_http_request_seconds", 'route="/v1/match"');
+  const histogram = buckets(text, "kvindexer_http_request_seconds", /route="\/v1\/(match|route)"/);
   drawn.prefixes.add(stats.index.prefixes);
   drawn.bytes.add(stats.index.bytes);
   if (last && stats.uptime_s >= last.stats.uptime_s) {

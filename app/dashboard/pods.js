@@ -48,7 +48,9 @@ function drawRow(row, most) {
     part.style.width = `${(100 * row.blocks[tier]) / most}%`;
   }
   blocks.append(TIERS.filter((t) => row.blocks[t]).map((t) => `${number.format(row.blocks[t])} ${t}`).join(", ") || "none");
-  cell(line, TROUBLES.filter((t) => row[t]).map((t) => `${row[t]} ${t}`).join(", "));
+  const counts = TROUBLES.filter((t) => row[t]).map((t) => `${number.format(row[t])} ${t}`).join(", ");
+  const cause = row.state === "live" ? "" : row.cause;
+  cell(line, [cause, counts].filter(Boolean).join("; ")).className = "trouble";
   return line;
 }
 

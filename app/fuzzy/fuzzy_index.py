@@ -105,6 +105,10 @@ class FuzzyIndex:
         """For a prefix index that is to store and remove its blocks here (app/index/prefix_index.py)."""
         return self._core
 
+    @property
+    def shingle(self) -> int:
+        return self._limits.shingle
+
     # -- life of a block
 
     def add_context(self, context: int, block_size: int) -> bool:
@@ -133,12 +137,6 @@ class FuzzyIndex:
                 field="token_ids",
             )
         return self._core.insert(context, prefix_hashes, token_ids)
-
-    def store_hashed(self, context: int, prefix_hashes: bytes, contents: bytes) -> int:
-        """The same for blocks whose `app.hashing.content_hashes` are known, 16 bytes each."""
-        if len(prefix_hashes) % 8 or len(contents) != 2 * len(prefix_hashes):
-            raise InvalidInput("there is not one pair of content hashes a block", field="contents")
-        return self._core.insert_hashed(context, prefix_hashes, contents)
 
     def remove(self, context: int, prefix_hashes: bytes) -> None:
         """Unknown ones are ignored."""

@@ -75,9 +75,26 @@ class Index(Protocol):
         copies: bytes | None,
         now: int,
         count_copies: bool = True,
-        contents: bytes | None = None,
         owner: int = 0,
     ) -> StoreResult: ...
+    def store_hashed(
+        self,
+        source: int,
+        context: int,
+        *,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        chain_from: int | None,
+        prefix_hashes: bytes,
+        contents: bytes,
+        now: int,
+        count_copies: bool = True,
+        owner: int = 0,
+    ) -> StoreResult: ...
+    def chain_of(
+        self, source: int, context: int, *, tier: int, group: int, parent: int, now: int
+    ) -> int | None: ...
     def remove(
         self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int
     ) -> RemoveResult: ...

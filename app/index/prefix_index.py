@@ -41,13 +41,19 @@ orphans
   make room (one that is larger than the bound is dropped itself, alone). Only these drops are reported by
   `orphan_drops`, not expiry, clears or the eviction of a context.
 place(source, tier, group, engine_hashes)  blocks known by name only (placeholders)
-  Each E is looked up among all names of the source: by (tier, group, context) ascending. Found: (E, P) is stored as
-  above in the slot of that context. Unknown: counted, nothing else.
-store_prefixes(source, context, tier, group, engine_hashes, prefix_hashes, copies, contents)
+  Each E is looked up among all names of the source: by (tier, group, seed of the context) ascending. Found: (E, P) is
+  stored as above in the slot of that context. Unknown: counted, nothing else.
+store_prefixes(source, context, tier, group, engine_hashes, prefix_hashes, copies)
   Blocks whose prefix hashes are known: each (E, P) is stored as above in that slot, but there are `copies` of it
   afterwards (1 where none are given), however many there were. So the same again changes nothing.
+store_hashed(source, context, tier, group, engine_hashes, chain_from, prefix_hashes, contents)
+  A `store` that was hashed elsewhere, chained to the prefix `chain_from` (None: a root event) whether anybody
+  holds that or not; so nothing of it ever waits. `contents` are (SimHash, content hash), uint64, of the leading
+  blocks without extra keys, and stand in for their tokens.
+chain_of(source, context, tier, group, parent)
+  The prefix that a store into this slot would chain a child of `parent` to; None: it would wait.
 names(cursor)
-  Every (slot, E, P, copies) that there is, in an order that depends on E alone and in slices of about `names_max`:
+  Every (slot, E, P, copies) that there is, in an order of the index's own and in slices of about `names_max`:
   from cursor 0 on, the next one until that is None. What is named from the first slice to the last comes once,
   whatever else is stored and removed meanwhile. Stored with `store_prefixes` into a new index, the result makes
   the same matches and takes the same removals. Not in it: orphans, speculative marks, ages.
@@ -91,8 +97,7 @@ contents
   An index made with a FuzzyIndex keeps it in step: after every call it has exactly the plain prefixes that have an
   entry, in every context whose blocks can have a SimHash. A prefix is plain when its tokens came with a `store` and
   when neither it nor any block before it has extra keys, as far as is known: what stands on a prefix that is not in
-  the FuzzyIndex is not plain. One that came with a `store_prefixes` is plain when that says its content: the caller
-  vouches for its chain. Entries that are expired or held by nobody any more are there until they are swept.
+  the FuzzyIndex is not plain. Entries that are expired or held by nobody any more are there until they are swept.
 
 Work. Clear, drop and context drop are O(1): dead slots are masked in every query and swept in slices by `sweep`.
 """
@@ -384,11 +389,9 @@ class PrefixIndex:
         copies: bytes | None,
         now: int,
         count_copies: bool = True,
-        contents: bytes | None = None,
         owner: int = 0,
     ) -> StoreResult:
-        """`copies` are uint64, at least 1 each. `count_copies` is for orphans that are chained by it. `contents` is
-        what `app.hashing.content_hashes` gives, 16 bytes a block; zeros where a block is not plain."""
+        """`copies` are uint64, at least 1 each. `count_copies` is for orphans that are chained by it."""
         self._require_source(source)
         self._require_context(context)
         if len(engine_hashes) % 8:
@@ -401,8 +404,6 @@ class PrefixIndex:
             raise InvalidInput("there is not one number of copies a block", field="copies")
         if 0 in array.array("Q", copies):
             raise InvalidInput("a block that is stored has at least one copy", field="copies")
-        if contents is not None and len(contents) != 2 * len(engine_hashes):
-            raise InvalidInput("there is not one pair of content hashes a block", field="contents")
         return StoreResult(
             *self._core.store_prefixes(
                 source,
@@ -412,12 +413,54 @@ class PrefixIndex:
                 engine_hashes,
                 prefix_hashes,
                 copies,
-                contents or b"",
                 now,
                 count_copies,
                 owner,
             )
         )
+
+    def store_hashed(
+        self,
+        source: int,
+        context: int,
+        *,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        chain_from: int | None,
+        prefix_hashes: bytes,
+        contents: bytes,
+        now: int,
+        count_copies: bool = True,
+        owner: int = 0,
+    ) -> StoreResult:
+        self._require_source(source)
+        self._require_context(context)
+        size = len(engine_hashes)
+        if size % 8 or len(prefix_hashes) != size or len(contents) % 16 or len(contents) > 2 * size:
+            raise InvalidInput("each block needs 8 bytes of name and of prefix hash", field="prefix_hashes")
+        return StoreResult(
+            *self._core.store_hashed(
+                source,
+                context,
+                tier,
+                group,
+                engine_hashes,
+                chain_from,
+                prefix_hashes,
+                contents,
+                now,
+                count_copies,
+                owner,
+            )
+        )
+
+    def chain_of(
+        self, source: int, context: int, *, tier: int, group: int, parent: int, now: int
+    ) -> int | None:
+        self._require_source(source)
+        self._require_context(context)
+        return self._core.chain_of(source, context, tier, group, parent, now)
 
     def remove(self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int) -> RemoveResult:
         self._require_source(source)
@@ -487,8 +530,8 @@ class PrefixIndex:
     def names(self, cursor: int, names_max: int, now: int) -> tuple[list[NameRun], int | None]:
         """One slice, one run a slot, and the next cursor."""
         assert names_max > 0, "a slice without names would never come to an end"
-        runs, following = self._core.names(cursor, names_max, now)
-        return [NameRun(*run) for run in runs], following
+        runs, done, at, in_others = self._core.names(cursor >> 1, bool(cursor & 1), names_max, now)
+        return [NameRun(*run) for run in runs], None if done else at << 1 | in_others
 
     def blocks_by_tier(self, source: int) -> tuple[int, int, int, int]:
         """Blocks held per tier: distinct prefixes per slot, summed over contexts and groups; expired ones count until
@@ -570,6 +613,11 @@ class IndexImport:
         self._core.import_slot(
             self._slots, saved.context, saved.slot, context, source, saved.tier, saved.group
         )
+
+    def expect(self, *, other_names: int) -> None:
+        """How many names are about to come beyond one a prefix: a guess that saves most of the time of a large
+        snapshot, and costs nothing else where it is wrong."""
+        self._core.import_expect(other_names)
 
     def frame(self, frame: bytes) -> bool:
         """False for bytes that no export made; what could be read of them is in the index then."""

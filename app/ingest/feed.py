@@ -75,6 +75,12 @@ class Stream:
     followed: bool = True  # once false, what is still queued for it is dropped
     cause: str = ""  # of its last report
 
+    def __str__(self) -> str:
+        return f"source {self.pod} rank {self.dp_rank}"
+
+    def log_fields(self) -> dict[str, str | int]:
+        return {"pod": self.pod, "dp_rank": self.dp_rank}
+
 
 @dataclasses.dataclass(slots=True)
 class FeedCounters:
@@ -97,7 +103,11 @@ class Feed:
         limits: QueueLimits,
         loop: asyncio.AbstractEventLoop,
         resume_reading: Callable[[], None],
+        *,
+        is_blocked: Callable[[], bool] = lambda: False,
     ) -> None:
+        """While the writer `is_blocked`, batches stay in the queue; whoever unblocks it calls `flush`."""
+        self._is_blocked = is_blocked
         self._writer = writer
         self._decode = decode
         self._limits = limits
@@ -170,12 +180,12 @@ class Feed:
         self.counters.drain_slices += 1
         stop_at_s = time.perf_counter() + self._limits.drain_slice_s
         try:
-            while self._queue and not self._closed:
+            while self._queue and not self._closed and not self._is_blocked():
                 self._take()
                 if time.perf_counter() >= stop_at_s:
                     break
         finally:
-            if self._queue and not self._drain_scheduled and not self._closed:
+            if self._queue and not self._drain_scheduled and not self._closed and not self._is_blocked():
                 self._drain_scheduled = True
                 self._loop.call_soon(self._drain)
             if self._reading_paused and not self._fills(0.5):
@@ -196,7 +206,7 @@ class Feed:
             # The edge of one stream's work: its fault, foreseen or not, must not stop the others.
             self.counters.batches_refused += 1
             if not isinstance(error, IndexerError):
-                logger.exception("%s rank %d: not applied", stream.pod, stream.dp_rank)
+                logger.exception("%s: not applied", stream, extra=stream.log_fields())
             with contextlib.suppress(IndexerError):  # it may be the pod itself that the writer does not know
                 self._report(stream, Report(SourceState.DEGRADED, cause=f"not applied: {error}"))
 
@@ -206,7 +216,12 @@ class Feed:
         elif isinstance(action, Report):
             self._report(stream, action)
         elif isinstance(action, Reset):
-            logger.info("%s rank %d: reset: %s", stream.pod, stream.dp_rank, action.cause)
+            logger.info(
+                "%s is forgotten: %s",
+                stream,
+                action.cause,
+                extra={**stream.log_fields(), "cause": action.cause},
+            )
             self._writer.reset_source(stream.pod, stream.dp_rank, restarted=action.restarted)
 
     def _apply(self, stream: Stream, delivery: Deliver) -> None:

@@ -251,7 +251,7 @@ class Receiver:
         except Exception:
             self.counters.faults += 1
             stream = subscription.stream
-            logger.exception("%s rank %d failed in the receiver; followed anew", stream.pod, stream.dp_rank)
+            logger.exception("%s failed in the receiver; followed anew", stream, extra=stream.log_fields())
             self._close(subscription, now)
             subscription.tracker.close()
             self._feed.put(stream, Reset(restarted=False, cause="the receiver failed"))
@@ -352,7 +352,7 @@ class Receiver:
             count & (count - 1) == 0
         ):  # the 1st, 2nd, 4th, 8th ...: a peer that sends nothing else floods no log
             logger.warning(
-                "%s rank %d: malformed message (%d in all): %s", stream.pod, stream.dp_rank, count, error
+                "%s: malformed message (%d in all): %s", stream, count, error, extra=stream.log_fields()
             )
 
     def _read_reply(self, subscription: _Subscription, frames: list[bytes], now: float) -> None:
@@ -382,8 +382,10 @@ class Receiver:
         elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             if subscription.established:
                 logger.warning(
-                    "%s has another connection while one is open; two engines there would look like restarts",
+                    "%s: %s has another connection while one is open; two engines there would look like restarts",
+                    subscription.stream,
                     subscription.publisher,
+                    extra=subscription.stream.log_fields(),
                 )
             subscription.established = True
             self._perform(subscription, tracker.on_connected(now), now)
@@ -436,7 +438,13 @@ class Receiver:
             except zmq.ZMQError as error:
                 # Its tracker finds no reply within the timeout and does what a silent endpoint deserves.
                 self.counters.open_failures += 1
-                logger.warning("cannot ask %s for a replay: %s", subscription.replay, error)
+                logger.warning(
+                    "%s: cannot ask %s for a replay: %s",
+                    subscription.stream,
+                    subscription.replay,
+                    error,
+                    extra=subscription.stream.log_fields(),
+                )
             subscription.tracker.on_replay_sent(now)
 
     def _stop_replay(self, subscription: _Subscription, now: float) -> None:

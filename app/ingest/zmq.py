@@ -6,6 +6,10 @@ This is their front: told by the service which pods there are, asked by the API 
 goes.
 
 A pod whose endpoints make no sense is not followed; its ranks are `down` and say why.
+
+Alone, a process follows every pod. Beside other replicas (`on_grant`) it follows those that were granted, and nothing
+of the others is reported. Following begins behind the last batch that the writer has of a source: the replay shows
+whether it is still the same engine, and brings what came since.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from app.endpoints import Endpoint, rank_endpoints
 from app.errors import InvalidInput
@@ -46,10 +50,14 @@ class ZmqIngest:
         settings: ZmqSettings | None = None,
         *,
         decode: Decode = decode_batch,
+        on_grant: bool = False,
+        is_blocked: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._is_blocked = is_blocked
         self._writer = writer
         self._decode = decode
         self._settings = settings or ZmqSettings()
+        self._granted: set[str] | None = set() if on_grant else None  # None: all are
         self._specs: dict[str, PodSpec] = {}
         self._pods: dict[str, FollowedPod] = {}
         self._feed: Feed | None = None
@@ -61,12 +69,17 @@ class ZmqIngest:
             "an ingest starts once: its trackers know nothing of an earlier one's batches"
         )
         loop = asyncio.get_running_loop()
-        self._feed = Feed(self._writer, self._decode, self._settings.queue, loop, self._resume_reading)
+        self._feed = Feed(
+            self._writer,
+            self._decode,
+            self._settings.queue,
+            loop,
+            self._resume_reading,
+            is_blocked=self._is_blocked,
+        )
         self._receiver = Receiver(self._feed, self._settings.sequence, self._settings.sockets)
         for pod in self._pods.values():
-            for stream, _, _ in pod.streams:
-                stream.resume_at = self._writer.position(stream.pod, stream.dp_rank)
-            self._receiver.follow(pod)
+            self._begin(pod, self._receiver)
         self._receiver.start()
 
     def stop(self) -> None:
@@ -77,6 +90,11 @@ class ZmqIngest:
         self._feed.close()
         self._receiver = None
 
+    def unblocked(self) -> None:
+        """The writer takes batches again."""
+        if self._feed is not None:
+            self._feed.flush()
+
     # -- PodListener
 
     def pod_added(self, spec: PodSpec) -> None:
@@ -86,10 +104,38 @@ class ZmqIngest:
         self.pod_removed(spec.name)
         if spec.zmq_endpoint is None:
             return
+        self._specs[spec.name] = spec
+        if self._granted is None or spec.name in self._granted:
+            self._follow(spec)
+
+    def pod_removed(self, name: str) -> None:
+        """From here on nothing of it reaches the service. A pod that is not followed is fine."""
+        self._specs.pop(name, None)
+        self._unfollow(name)
+
+    # -- beside other replicas
+
+    def grant(self, name: str) -> None:
+        """This replica follows the pod from now on, as soon as it is there. The writer has read all that the
+        replica before it wrote of the pod."""
+        assert self._granted is not None, "an ingest that follows every pod needs no grant"
+        if name in self._granted:
+            return
+        self._granted.add(name)
+        if (spec := self._specs.get(name)) is not None:
+            self._follow(spec)
+
+    def withdraw(self, name: str) -> None:
+        """Another replica may follow it from now on: nothing more of it reaches the writer, nor what is queued."""
+        assert self._granted is not None, "an ingest that follows every pod has no grants"
+        self._granted.discard(name)
+        self._unfollow(name)
+
+    def _follow(self, spec: PodSpec) -> None:
         try:
-            ranks = rank_endpoints(spec.zmq_endpoint, spec.replay_endpoint, spec.dp_size)
+            ranks = rank_endpoints(spec.zmq_endpoint or "", spec.replay_endpoint, spec.dp_size)
         except InvalidInput as error:
-            logger.error("%s is not followed: %s", spec.name, error)
+            logger.error("pod %s is not followed: %s", spec.name, error, extra={"pod": spec.name})
             for rank in range(min(spec.dp_size, _RANKS_TOLD_MAX)):
                 self._writer.set_source_state(spec.name, rank, SourceState.DOWN, cause=str(error))
             return
@@ -97,18 +143,20 @@ class ZmqIngest:
             (_stream(spec, rank, publisher, replay), publisher, replay)
             for rank, (publisher, replay) in enumerate(ranks)
         )
-        self._specs[spec.name] = spec
         pod = self._pods[spec.name] = FollowedPod(
             spec.name, spec.topic.encode(errors="surrogatepass"), streams
         )
         for stream, _, _ in streams:
             self._writer.set_source_state(stream.pod, stream.dp_rank, SourceState.DOWN, cause=stream.cause)
         if self._receiver is not None:
-            self._receiver.follow(pod)
+            self._begin(pod, self._receiver)
 
-    def pod_removed(self, name: str) -> None:
-        """From here on nothing of it reaches the service. A pod that is not followed is fine."""
-        self._specs.pop(name, None)
+    def _begin(self, pod: FollowedPod, receiver: Receiver) -> None:
+        for stream, _, _ in pod.streams:
+            stream.resume_at = self._writer.position(stream.pod, stream.dp_rank)
+        receiver.follow(pod)
+
+    def _unfollow(self, name: str) -> None:
         pod = self._pods.pop(name, None)
         if pod is None:
             return

@@ -1,11 +1,11 @@
-"""Writes the picture to its file from time to time and at the end, and brings it back at the start.
+"""Writes the picture to its store from time to time and at the end, and brings it back at the start.
 
-Writing is a task on the event loop: a slice of about a millisecond there, its compression and the disk in a
-thread, the next slice. Matches and events go on between; what changes behind the walk is written again at the end.
-The last step, what changed since and the state, is one call on the loop, so the file is the index of that instant.
+Writing is a task on the event loop: a slice of about a millisecond there, its way into the store, the next slice.
+Matches and events go on between; what changes behind the walk is written again at the end.
+The last step, what changed since and the state, is one call on the loop, so the snapshot is of that instant.
 
 A snapshot that fails leaves the ones before as they are, is logged with its cause and counted. Restoring happens
-before anything is served or followed. The newest file that is whole is taken; a damaged or foreign one is refused
+before anything is served or followed. The newest one that is whole is taken; a damaged or foreign one is refused
 with its reason in the log, and the one before it is tried.
 """
 
@@ -15,42 +15,42 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Callable, Mapping
 
-from app.errors import SnapshotRefused
+import msgspec
+
+from app.errors import SnapshotRefused, StoreFailed
 from app.index.prefix_index import PrefixIndex
 from app.pods import PodSpec
 from app.saved_state import Adoption
 from app.service import IndexerService
-from app.snapshots.file import SnapshotReader, SnapshotWriter, previous_of
-
-T = TypeVar("T")
-R = TypeVar("R")
+from app.snapshots.store import SnapshotSource, SnapshotStore
 
 logger = logging.getLogger(__name__)
 
 NAMES_PER_SLICE = 8_192
+NAME_BYTES_MIN = 8  # of one in a snapshot: its prefix hash, which nothing can compress
 CHANGE_ROUNDS_MAX = 10_000  # then the rest is written at one go: changes come faster than they are written
 
 
 class SnapshotKeeper:
-    """Of one service and its index. `wall` gives Unix time."""
+    """Of one service and its index. `wall` gives Unix time, `positions` how far a log has been applied now."""
 
     def __init__(
         self,
         service: IndexerService,
         index: PrefixIndex,
-        path: Path,
+        store: SnapshotStore,
         *,
         configured: frozenset[str],
         interval_s: float,
         wall: Callable[[], float] = time.time,
+        positions: Callable[[], dict[int, str]] = dict,
     ) -> None:
         self._service = service
         self._index = index
-        self._path = path
+        self._store = store
+        self._positions = positions
         self._configured = configured
         self._interval_s = interval_s
         self._wall = wall
@@ -67,25 +67,26 @@ class SnapshotKeeper:
     # -- the start
 
     async def restore(self) -> tuple[PodSpec, ...]:
-        """Takes the newest file that is whole, if any; returns the pods that are registered because of it."""
-        for path in (self._path, previous_of(self._path)):
-            if not path.exists():
-                continue
+        """Takes the newest one that is whole, if any; returns the pods that are registered because of it.
+
+        Raises StoreFailed where nobody can say what there is.
+        """
+        for name in await self._store.names():
             try:
-                reader = await asyncio.to_thread(SnapshotReader, path)
+                source = await self._store.open(name)
             except SnapshotRefused as error:
                 self._counts["refused"] += 1
                 logger.error("snapshot refused: %s", error)
                 continue
-            return await self._restore(reader, path)
+            return await self._restore(source)
         return ()
 
-    async def _restore(self, reader: SnapshotReader, path: Path) -> tuple[PodSpec, ...]:
+    async def _restore(self, source: SnapshotSource) -> tuple[PodSpec, ...]:
         began_s = time.monotonic()
-        state = reader.state
+        state = source.state
         adoption = self._service.adopt(state, configured=self._configured, at_s=self._wall())
         try:
-            await self._read_frames(reader, adoption)
+            await self._read_frames(source, adoption)
         except SnapshotRefused as error:  # it was whole a moment ago: what came of it is half a picture
             self._counts["refused"] += 1
             logger.error("snapshot given up: %s", error)
@@ -98,7 +99,7 @@ class SnapshotKeeper:
             "restored %d blocks of %d pods from %s, %.0f s old, in %.1f s; digest %s, saved as %s; %d pods left out",
             blocks,
             len(state.pods) - adoption.left_out,
-            path,
+            source.name,
             self._wall() - state.at_s,
             time.monotonic() - began_s,
             digest,
@@ -107,18 +108,17 @@ class SnapshotKeeper:
         )
         return adoption.specs
 
-    async def _read_frames(self, reader: SnapshotReader, adoption: Adoption) -> None:
+    async def _read_frames(self, source: SnapshotSource, adoption: Adoption) -> None:
         importing = self._index.start_import(
             saved_at=adoption.saved_at, elapsed=adoption.elapsed, now=adoption.now
         )
-        for slot, context, source in adoption.places:
-            importing.slot(slot, context=context, source=source)
-        frames = reader.frames()
-        waiting = asyncio.create_task(asyncio.to_thread(_next, frames))
-        while (frame := await waiting) is not None:
-            waiting = asyncio.create_task(asyncio.to_thread(_next, frames))
+        for slot, context, source_id in adoption.places:
+            importing.slot(slot, context=context, source=source_id)
+        most = source.size // NAME_BYTES_MIN
+        importing.expect(other_names=min(adoption.other_names, most))
+        async for frame in source.frames():
             if not importing.frame(frame):
-                raise SnapshotRefused(f"a frame of {reader.state.at_s} has a right checksum and no meaning")
+                raise SnapshotRefused(f"a frame of {source.name} has a right checksum and no meaning")
 
     # -- while it runs, and the end
 
@@ -150,13 +150,15 @@ class SnapshotKeeper:
                 logger.exception("a snapshot failed")
 
     async def save(self) -> bool:
-        """False when it failed: that is logged and counted."""
+        """False when it failed, which is logged and counted, or when another replica is at it."""
         began_s = time.monotonic()
         try:
             size = await self._save()
-        except OSError as error:
+        except StoreFailed as error:
             self._counts["failed"] += 1
-            logger.error("no snapshot in %s: %s", self._path, error.strerror or error)
+            logger.error("no snapshot: %s", error)
+            return False
+        if size is None:
             return False
         self._counts["saved"] += 1
         self._figures["saved_at_seconds"] = int(self._wall())
@@ -164,18 +166,20 @@ class SnapshotKeeper:
         logger.info("snapshot: %d bytes in %.2f s", size, time.monotonic() - began_s)
         return True
 
-    async def _save(self) -> int:
-        writer = SnapshotWriter(self._path)
+    async def _save(self) -> int | None:
+        sink = await self._store.begin()
+        if sink is None:
+            return None
         writing = self._index.start_export()
         try:
             done = False
             while not done:
                 frame, done = writing.names(NAMES_PER_SLICE)
-                await _in_thread(writer.add, frame)
+                await sink.add(frame)
             left = NAMES_PER_SLICE
             for _ in range(CHANGE_ROUNDS_MAX):
                 frame, left = writing.changes(NAMES_PER_SLICE)
-                await _in_thread(writer.add, frame)
+                await sink.add(frame)
                 if left < NAMES_PER_SLICE:
                     break
             # No await from here to the state: what is written is of one instant.
@@ -185,23 +189,10 @@ class SnapshotKeeper:
                 frame, left = writing.changes(NAMES_PER_SLICE)
                 frames.append(frame)
             state = self._service.describe(configured=self._configured, at_s=self._wall())
+            state = msgspec.structs.replace(state, positions=self._positions())
             for frame in frames:
-                await _in_thread(writer.add, frame)
-            return await _in_thread(writer.finish, state)
+                await sink.add(frame)
+            return await sink.finish(state)
         finally:
-            writer.discard()
             writing.close()
-
-
-async def _in_thread(call: Callable[[T], R], argument: T) -> R:
-    """Cancelled, it waits for the thread all the same: nobody else may touch the file before."""
-    running = asyncio.ensure_future(asyncio.to_thread(call, argument))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait([running])
-        raise
-
-
-def _next(frames: Iterator[bytes]) -> bytes | None:
-    return next(frames, None)
+            await sink.discard()

@@ -24,9 +24,11 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from app.config import Settings
+from app.correlation import CURRENT
 from app.errors import IndexerError, InvalidInput, LimitExceeded, Overloaded, TokenizerUnavailable
 from app.tokenizer.process import TokenizerProcess
 from app.tokenizer.prompts import Answer, Fault, Job, Prompt
+from app.tracing import step
 
 CACHED_BYTES_MAX = 1_048_576
 FAILURES_MAX = 1_000
@@ -47,7 +49,12 @@ class Tokenizer:
         self._serves = serves
         self._clock = clock
         self._processes = [
-            TokenizerProcess(tokenizers_max=settings.tokenizers_max, timeout_s=settings.tokenizer_timeout_s)
+            TokenizerProcess(
+                tokenizers_max=settings.tokenizers_max,
+                timeout_s=settings.tokenizer_timeout_s,
+                log_level=settings.log_level,
+                log_format=settings.log_format,
+            )
             for _ in range(settings.tokenizer_processes)
         ]
         self._idle = list(self._processes)
@@ -120,19 +127,9 @@ class Tokenizer:
 
     async def _tokenise(self, key: _Key, source: str, prompt: Prompt, *, cached: bool) -> bytes:
         self._counts["cache_misses"] += cached
-        job = Job(source, self._settings.tokens_max, prompt)
-        async with self._free:
-            process = self._idle.pop()
-            try:
-                answer = await process.ask(job)
-            except TokenizerUnavailable as error:
-                self._counts["failures"] += 1
-                # Of a source that has worked before, it was this prompt: the next ones deserve their try.
-                if source not in self._answered:
-                    self._remember(source, Answer(fault=Fault.UNAVAILABLE, detail=str(error)))
-                raise
-            finally:
-                self._idle.append(process)
+        job = Job(source, self._settings.tokens_max, prompt, CURRENT.get())
+        with step("tokenize"):
+            answer = await self._ask(job)
         self._counts["loads"] += answer.loaded
         self._counts["unloads"] += answer.evicted
         if answer.fault in (Fault.UNUSABLE, Fault.UNAVAILABLE):
@@ -145,6 +142,20 @@ class Tokenizer:
         if cached:
             self._keep(key, answer.token_ids)
         return answer.token_ids
+
+    async def _ask(self, job: Job) -> Answer:
+        async with self._free:
+            process = self._idle.pop()
+            try:
+                return await process.ask(job)
+            except TokenizerUnavailable as error:
+                self._counts["failures"] += 1
+                # Of a source that has worked before, it was this prompt: the next ones deserve their try.
+                if job.source not in self._answered:
+                    self._remember(job.source, Answer(fault=Fault.UNAVAILABLE, detail=str(error)))
+                raise
+            finally:
+                self._idle.append(process)
 
     def _error(self, answer: Answer) -> IndexerError:
         if answer.fault is Fault.TOO_LONG:

@@ -19,6 +19,7 @@ import sys
 
 import msgspec
 
+from app.config import LogFormat, LogLevel
 from app.errors import TokenizerUnavailable
 from app.tokenizer.prompts import LENGTH, Answer, Job
 
@@ -36,9 +37,16 @@ class _Child:
 class TokenizerProcess:
     """`starts` counts the children that were started."""
 
-    def __init__(self, *, tokenizers_max: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        tokenizers_max: int,
+        timeout_s: float,
+        log_level: LogLevel = "info",
+        log_format: LogFormat = "console",
+    ) -> None:
         self.starts = 0
-        self._tokenizers_max = tokenizers_max
+        self._arguments = (str(tokenizers_max), log_level, log_format)
         self._timeout_s = timeout_s
         self._child: _Child | None = None
 
@@ -79,7 +87,7 @@ class TokenizerProcess:
     async def _start(self) -> _Child:
         self.starts += 1
         ours, theirs = socket.socketpair()
-        starting = asyncio.ensure_future(asyncio.to_thread(_open, theirs, self._tokenizers_max))
+        starting = asyncio.ensure_future(asyncio.to_thread(_open, theirs, self._arguments))
         try:
             process = await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -95,8 +103,8 @@ class TokenizerProcess:
         return _Child(process, reader, writer)
 
 
-def _open(theirs: socket.socket, tokenizers_max: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "app.tokenizer.worker", str(tokenizers_max)]
+def _open(theirs: socket.socket, arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "app.tokenizer.worker", *arguments]
     return subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())
 
 

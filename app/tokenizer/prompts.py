@@ -10,6 +10,8 @@ import struct
 
 import msgspec
 
+from app.correlation import Correlation
+
 LENGTH = struct.Struct("<I")  # of a payload, in bytes
 
 
@@ -32,6 +34,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     source: str
     tokens_max: int
     prompt: Prompt
+    asked_by: Correlation | None = None  # the first request for it
 
 
 class Fault(enum.StrEnum):

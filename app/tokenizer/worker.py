@@ -17,10 +17,13 @@ import os
 import signal
 import sys
 from collections import OrderedDict
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import msgspec
 
+from app import logs
+from app.config import LogFormat, LogLevel
+from app.correlation import CURRENT
 from app.tokenizer.chat import Refused, conversation, template_tools, template_variables, wants_parts
 from app.tokenizer.prompts import LENGTH, Answer, Fault, Job, Prompt
 
@@ -217,13 +220,16 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    serve(Worker(int(sys.argv[1])), sys.stdin.buffer, answers)
+    tokenizers_max, log_level, log_format = sys.argv[1:]
+    logs.configure(cast(LogLevel, log_level), cast(LogFormat, log_format))
+    serve(Worker(int(tokenizers_max)), sys.stdin.buffer, answers)
 
 
 def serve(worker: Worker, jobs: BinaryIO, answers: BinaryIO) -> None:
     decoder, encoder = msgspec.msgpack.Decoder(Job), msgspec.msgpack.Encoder()
     while len(head := jobs.read(LENGTH.size)) == LENGTH.size:
         job = decoder.decode(jobs.read(LENGTH.unpack(head)[0]))
+        CURRENT.set(job.asked_by)
         try:
             answer = worker.answer(job)
         except Exception:  # the outermost loop: a fault in a tokenizer's code must not end the others

@@ -38,7 +38,11 @@ class Indexer:
         self.settings = settings
         self.app: Application = create_app(settings, clock=clock)
         if way == "long":
-            self.app.front = RequestObservation(self.app.framework, metrics=self.app.state.wiring.metrics)
+            self.app.front = RequestObservation(
+                self.app.framework,
+                metrics=self.app.state.wiring.metrics,
+                access_log_every=settings.access_log_every,
+            )
         self._runner = asyncio.Runner()
         self._lifespan = self.app.router.lifespan_context(self.app)
         self._runner.run(self._lifespan.__aenter__())

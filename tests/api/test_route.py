@@ -82,6 +82,18 @@ def test_reservation_is_seen_by_the_next(filled: Indexer) -> None:
     assert choose(filled, token_ids=other)["candidates"][0]["speculative_blocks"] == 0
 
 
+def test_a_dry_run_leaves_no_trace(filled: Indexer) -> None:
+    expected = choose(filled)
+    for _ in range(5):
+        dry = choose(filled, dry_run=True, reserve=True, policy="round_robin")
+        assert dry["reserved_blocks"] == 0
+    again = choose(filled, dry_run=True)
+    assert [row["own_requests"] for row in again["candidates"] if row["own_requests"]] == [1.0], "the first"
+    assert again["candidates"][0]["speculative_blocks"] == expected["candidates"][0]["speculative_blocks"]
+    assert "kvindexer_route_choices_round_robin_total 0.0" in filled.get("/metrics").text
+    assert "kvindexer_index_speculative_blocks 0.0" in filled.get("/metrics").text
+
+
 def test_by_hashes(filled: Indexer) -> None:
     hashes = filled.post("/v1/hashes", {"model": "m", "token_ids": TOKENS}).json()["prefix_hashes"]
     answer = choose(filled, token_ids=None, prefix_hashes=hashes, reserve=True)

@@ -106,7 +106,8 @@ class Pair:
 
     def ask(self, path: str, headers: dict[str, str], body: bytes) -> httpx.Response:
         one, other = (
-            indexer.post(path, content=body, headers=headers) for indexer in (self.short, self.long)
+            indexer.post(path, content=body, headers={**headers, "x-request-id": "one"})
+            for indexer in (self.short, self.long)
         )
         assert one.status_code == other.status_code, (path, headers, body, one.text, other.text)
         assert one.headers["content-type"] == other.headers["content-type"]

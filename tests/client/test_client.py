@@ -12,7 +12,7 @@ import pytest
 from app.client import Load, Prompt
 from app.errors import InvalidInput, Refused
 from tests.api.conftest import stored
-from tests.client.conftest import Driver
+from tests.client.conftest import Driver, Misbehaving
 
 TOKENS = list(range(1, 14))
 Connect = Callable[..., Driver]
@@ -175,3 +175,18 @@ def test_the_client_loads_neither_server_nor_native_core() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_headers_of_the_routed_request_go_along(connect: Connect, server: Misbehaving) -> None:
+    client = connect(server.url, api_key="secret")
+    prompt = Prompt(model="m", token_ids=TOKENS)
+    sent = {"X-Request-ID": "r-1", "traceparent": "00-1-2-01", "Content-Type": "text/plain"}
+    client.match(prompt, headers=sent)
+    client.route(prompt, headers=sent)
+    client.prefixes(prompt, "pod-a", headers=sent)
+    client.match(prompt)
+    for _, _, _, headers in server.seen[:3]:
+        assert (headers["x-request-id"], headers["traceparent"]) == ("r-1", "00-1-2-01")
+        assert headers["content-type"] == "application/msgpack", "what describes our body is ours"
+        assert headers["authorization"] == "Bearer secret"
+    assert "x-request-id" not in server.seen[3][3], "of one call, not of the client"

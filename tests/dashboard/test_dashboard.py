@@ -1,6 +1,6 @@
 """The dashboard in a real browser: Debian's chromium against `kvindexer serve` as a process of its own.
 
-DASHBOARD_SCREENSHOTS names a folder for screenshots of every state; without it none are taken.
+Every state is kept as a picture in build/artifacts/dashboard, for people to look at.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+ARTIFACTS = Path(__file__).parent.parent.parent / "build" / "artifacts" / "dashboard"
 CHROMIUM = shutil.which("chromium")
 ARGUMENTS = [
     "--no-sandbox",
@@ -40,8 +41,9 @@ PROMPT = random.Random(1).choices(range(32_000), k=BLOCKS * BLOCK_SIZE)
 class Indexer:
     """`kvindexer serve`, which can be stopped and started again on the same port."""
 
-    def __init__(self) -> None:
+    def __init__(self, **environment: str) -> None:
         self.port = 0
+        self.environment = environment
         self.process: subprocess.Popen[str] | None = None
 
     @property
@@ -51,6 +53,7 @@ class Indexer:
     def start(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "app", "serve", "--port", str(self.port)],
+            env={**os.environ, **self.environment},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -121,15 +124,14 @@ def page(browser: Browser, indexer: Indexer) -> Iterator[Page]:
 
 
 def take(page: Page, name: str) -> None:
-    if folder := os.environ.get("DASHBOARD_SCREENSHOTS"):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
+    ARTIFACTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=ARTIFACTS / f"{name}.png", full_page=True)
 
 
 def ask(page: Page, prompt: str) -> None:
     page.get_by_label("Model").fill("m")
     page.get_by_label("Prompt", exact=True).fill(prompt)
-    page.get_by_role("button", name="Match").click()
+    page.get_by_role("button", name="Look it up").click()
 
 
 def test_pods_appear_and_change_while_the_page_is_open(page: Page, indexer: Indexer) -> None:
@@ -144,6 +146,7 @@ def test_pods_appear_and_change_while_the_page_is_open(page: Page, indexer: Inde
     expect(rows).to_have_count(2, timeout=DEADLINE_MS)
     expect(rows.first).to_contain_text("pod-b")  # trouble comes first
     expect(rows.first.locator(".state")).to_have_text("degraded")
+    expect(rows.first.locator(".trouble")).to_have_text("batches 1 to 4 never came; 1 gaps")
     expect(page.locator("#pod-count")).to_contain_text("1 not live")
     take(page, "pods")
 
@@ -167,13 +170,66 @@ def test_playground_draws_block_by_block(page: Page, indexer: Indexer) -> None:
     ask(page, " ".join(map(str, PROMPT)))
     answer = page.locator("#answer")
     expect(answer).to_contain_text(f"{BLOCKS} full blocks of {BLOCK_SIZE}: 2 sources hold the beginning")
-    best, second = answer.locator("tr").all()
+    best, second = answer.locator(".grid tr").all()
     expect(best).to_contain_text("pod-b / 0")
     expect(best.locator("[data-tier=gpu]")).to_have_count(2)
     expect(best.locator("[data-tier=cpu]")).to_have_count(BLOCKS - 2)
     expect(second.locator("[data-tier=gpu]")).to_have_count(5)
     expect(second.locator("i:not([data-tier])")).to_have_count(BLOCKS - 5)
     take(page, "playground")
+
+
+def test_playground_says_where_the_prompt_would_go_and_why(page: Page, indexer: Indexer) -> None:
+    indexer.store("pod-a", 5)
+    indexer.store("pod-b", BLOCKS)
+    indexer.store("pod-b", 2, seq=4)  # a gap
+    ask(page, " ".join(map(str, PROMPT)))
+    answer = page.locator("#answer")
+    expect(answer).to_contain_text("pod-b / 0 by prefix_and_load, score")
+    rows = page.locator("#candidates tbody tr")
+    expect(rows).to_have_count(2)
+    expect(rows.first).to_have_class("chosen")
+    expect(rows.first).to_contain_text("degraded")
+    expect(rows.first).to_contain_text(f"holds {BLOCKS * BLOCK_SIZE} of {BLOCKS * BLOCK_SIZE} tokens")
+    expect(rows.last).to_contain_text("not known")
+    page.get_by_label("Policy").select_option("least_loaded")
+    page.get_by_role("button", name="Look it up").click()
+    expect(answer).to_contain_text("by least_loaded")
+    # Looking is no choice: nothing of it is counted or announced.
+    text = urllib.request.urlopen(indexer.url + "/metrics", timeout=30).read().decode()
+    assert "kvindexer_route_choices_prefix_and_load_total 0.0" in text
+    assert "kvindexer_index_speculative_blocks 0.0" in text
+
+
+def test_playground_finds_what_has_another_beginning(page: Page, indexer: Indexer) -> None:
+    indexer.store("pod-a", BLOCKS)
+    other = [1, 2, 3, *PROMPT[BLOCK_SIZE : 5 * BLOCK_SIZE]]
+    ask(page, " ".join(map(str, other)))
+    answer = page.locator("#answer")
+    expect(answer).to_contain_text("nobody holds the first block")
+    expect(answer).to_contain_text(f"{4 * BLOCK_SIZE} of {len(other)} tokens exactly, 0 nearly")
+    expect(answer.locator(".places i")).to_have_count(1)
+    expect(answer.locator(".places i")).to_have_attribute("title", f"exact: tokens 3 to {len(other)}")
+    row = page.locator("#fuzzy tbody tr")
+    expect(row).to_contain_text("pod-a")
+    expect(row).to_contain_text(str(4 * BLOCK_SIZE))
+    take(page, "playground-fuzzy")
+
+
+def test_playground_goes_on_without_fuzzy_matches(browser: Browser) -> None:
+    indexer = Indexer(KVINDEXER_FUZZY="false")
+    indexer.start()
+    try:
+        with browser.new_context() as context:
+            page = context.new_page()
+            page.goto(indexer.url + "/")
+            indexer.store("pod-a", 2)
+            ask(page, " ".join(map(str, PROMPT)))
+            expect(page.locator("#answer")).to_contain_text("1 sources hold the beginning")
+            expect(page.locator("#answer")).to_contain_text("KVINDEXER_FUZZY")
+            expect(page.locator("#candidates tbody tr")).to_have_count(1)
+    finally:
+        indexer.stop()
 
 
 def test_playground_says_what_is_wrong(page: Page) -> None:
@@ -184,7 +240,10 @@ def test_playground_says_what_is_wrong(page: Page) -> None:
     expect(alert).to_contain_text("token_ids[0]")
     ask(page, "1 2 3")
     expect(alert).to_be_hidden()
-    expect(page.locator("#answer")).to_contain_text("nobody holds the first block")
+    answer = page.locator("#answer")
+    expect(answer).to_contain_text("nobody holds the first block")
+    expect(answer).to_contain_text("none of the registered pods serves")
+    expect(answer).to_contain_text("No block of it, not even nearly.")
 
 
 def test_page_says_that_the_indexer_is_away_and_recovers(page: Page, indexer: Indexer) -> None:
@@ -195,6 +254,8 @@ def test_page_says_that_the_indexer_is_away_and_recovers(page: Page, indexer: In
     expect(connection).to_have_attribute("data-state", "away", timeout=DEADLINE_MS)
     expect(connection).to_contain_text("does not answer")
     expect(page.locator("#pods tbody tr")).to_have_count(1)  # what it last knew
+    ask(page, "1 2 3")
+    expect(page.locator("#try-error")).to_have_text("The indexer does not answer.")
     take(page, "away")
     indexer.start()
     expect(connection).to_have_attribute("data-state", "ok", timeout=DEADLINE_MS)
@@ -215,9 +276,72 @@ def test_two_hundred_pods_fit(browser: Browser, indexer: Indexer, name: str, wid
             "the page scrolls sideways"
         )
         assert page.evaluate("document.documentElement.dataset.theme") == scheme
+        ask(page, " ".join(map(str, PROMPT)))
+        answer = page.locator("#answer")
+        expect(answer).to_contain_text("200 sources hold the beginning, the best 64 are drawn.")
+        expect(answer.locator(".grid tr")).to_have_count(64)
+        expect(answer.locator("#candidates tbody tr")).to_have_count(64)
+        expect(answer.locator("#fuzzy tbody tr")).to_have_count(64)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the answer does"
+        take(page, f"200-pods-{name}")
         page.get_by_label("Find").fill("pod-19")
         expect(page.locator("#pods tbody tr")).to_have_count(10)
-        take(page, f"200-pods-{name}")
+
+
+@pytest.mark.parametrize(("name", "width", "scheme"), [("phone", 390, "light"), ("dark", 1280, "dark")])
+def test_a_whole_page_fits(browser: Browser, indexer: Indexer, name: str, width: int, scheme: str) -> None:
+    """With an answer in the playground, charts that have moved, and sources in every state but `down`."""
+    for number in range(6):
+        indexer.store(f"pod-{number}", 2 * number + 1)
+    indexer.store("pod-3", 9, seq=1, medium="CPU")
+    indexer.store("pod-5", 12, seq=7)
+    with browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme) as context:  # type: ignore[arg-type]
+        page = context.new_page()
+        page.goto(indexer.url + "/")
+        moved = page.locator("#charts figure", has_text="Matches, a second").locator("path[d*=L]")
+        ask(page, " ".join(map(str, PROMPT[BLOCK_SIZE // 2 :] + PROMPT)))
+        expect(page.locator("#answer")).to_contain_text("nobody holds the first block")
+        ask(page, " ".join(map(str, PROMPT)))
+        expect(page.locator("#answer .grid tr")).to_have_count(6)
+        expect(moved).to_have_count(1, timeout=DEADLINE_MS)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+            "the page scrolls sideways"
+        )
+        take(page, f"whole-{name}")
+
+
+def test_keyboard_is_enough_to_look_up_a_prompt(page: Page, indexer: Indexer) -> None:
+    indexer.store("pod-a", 2)
+    expect(page.locator("#pods tbody tr")).to_have_count(1, timeout=DEADLINE_MS)
+    press_until(page, "model")
+    page.keyboard.press("Control+a")
+    page.keyboard.type("m")
+    press_until(page, "policy")
+    page.keyboard.press("ArrowDown")
+    press_until(page, "prompt")
+    page.keyboard.type(" ".join(map(str, PROMPT[:40])))
+    press_until(page, "Look it up")
+    page.keyboard.press("Enter")
+    expect(page.locator("#answer")).to_contain_text("pod-a / 0 by longest_prefix")
+    press_until(page, "Blocks by source")
+    press_until(page, "Candidates")
+    press_until(page, "Reusable tokens by pod")
+
+
+def focused(page: Page) -> str:
+    return str(
+        page.evaluate(
+            "(e => e.id || e.name || e.getAttribute('aria-label') || e.textContent.trim())(document.activeElement)"
+        )
+    )
+
+
+def press_until(page: Page, wanted: str) -> None:
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        if focused(page) == wanted:
+            return
+    raise AssertionError(f"no Tab reaches {wanted}")
 
 
 def test_keyboard_reaches_everything(page: Page) -> None:
@@ -225,11 +349,7 @@ def test_keyboard_reaches_everything(page: Page) -> None:
     reached = []
     for _ in range(20):
         page.keyboard.press("Tab")
-        reached.append(
-            page.evaluate(
-                "document.activeElement.id || document.activeElement.name || document.activeElement.textContent.trim()"
-            )
-        )
+        reached.append(focused(page))
     wanted = {
         "Skip to content",
         "api-key",
@@ -239,7 +359,8 @@ def test_keyboard_reaches_everything(page: Page) -> None:
         "lora",
         "cache_salt",
         "kind",
+        "policy",
         "prompt",
-        "Match",
+        "Look it up",
     }
     assert wanted <= set(reached), reached

@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from app import _native
 from app.errors import InvalidInput
 from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits, Window, finish
-from app.hashing import content_hashes
 from tests.fuzzy.reference import ReferenceIndex
 
 CONTEXT = 7
@@ -359,21 +358,6 @@ def test_input_that_does_not_fit_is_refused() -> None:
     with pytest.raises(InvalidInput, match="63 bytes are not whole"):
         index.grid(1, bytes(63), 8, everything)
     assert index.store(1, bytes(8), bytes(64)) == 0, "prefix hash 0 is refused"
-
-
-def test_blocks_whose_hashes_are_known_need_no_tokens() -> None:
-    chance = random.Random(6)
-    blocks = {p: random_block(chance) for p in range(1, 200)}
-    tokens = array("I", itertools.chain.from_iterable(blocks.values())).tobytes()
-    pair = Pair()
-    contents = content_hashes(BLOCK, tokens)
-    assert pair.index.store_hashed(CONTEXT, array("Q", blocks).tobytes(), contents) == len(blocks)
-    pair.reference.blocks.update(blocks)
-    pair.check_contents()
-    pair.check_grid(list(itertools.chain.from_iterable(blocks.values())), 8)
-    pair.store(blocks)  # nothing is new
-    with pytest.raises(InvalidInput, match="one pair of content hashes a block"):
-        pair.index.store_hashed(CONTEXT, bytes(8), bytes(8))
 
 
 @pytest.mark.parametrize("seed", range(6))

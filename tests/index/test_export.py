@@ -122,7 +122,7 @@ def test_the_index_of_the_last_instant(
 def test_while_entries_expire_and_are_evicted(seed: int) -> None:
     """Each slot has one name for a prefix: what two names and an expiry do is a limit that the core states."""
     r = random.Random(seed)
-    limits = IndexLimits(ttl_ticks=25, prefixes_per_context_max=250)
+    limits = IndexLimits(ttl_ticks=25, prefixes_per_context_max=300)
     index = PrefixIndex(limits)
     first = Holder(index)
     now = 0
@@ -231,3 +231,45 @@ def test_no_bytes_do_harm(cut: int, byte: int, data: bytes) -> None:
         taken = importing.frame(bad)
         assert taken or bad != frame
         all_names(fresh, sources, contexts, 0)
+
+
+@pytest.mark.parametrize("said", [0, 1, 100, 30_000, 10**6])
+def test_a_guess_of_the_size_changes_nothing_but_time(said: int) -> None:
+    limits = IndexLimits(ttl_ticks=0)
+    index = PrefixIndex(limits)
+    first = Holder(index)
+    draw = random.Random(said)
+    for name in range(1, 30_001, 1_000):
+        prefixes = draw.randbytes(8_000)
+        for source in (0, 1):  # two engines with names of their own
+            names = range(name + source * 100_000, name + source * 100_000 + 1_000)
+            index.store_prefixes(
+                first.sources[source],
+                first.contexts[0],
+                tier=0,
+                group=0,
+                engine_hashes=uint64s(*names),
+                prefix_hashes=prefixes,
+                copies=None,
+                now=0,
+            )
+    frames = export(index, 5_000, lambda: None)
+    fresh, sources, contexts = restored(index, [], limits)
+    importing = fresh.start_import(saved_at=0, elapsed=0, now=0)
+    for slot in index.slots():
+        importing.slot(slot, context=contexts[slot.context - 1], source=sources[slot.source - 1])
+    importing.expect(other_names=said)
+    for frame in frames:
+        assert importing.frame(frame)
+    before = all_names(index, first.sources, first.contexts, 0)
+    assert all_names(fresh, sources, contexts, 0) == before
+    assert fresh.stats().engine_keys == 60_000
+    while not fresh.sweep(0, 10_000).idle:
+        pass
+    # What a wrong guess made room for grows, shrinks and goes as any table.
+    for name in range(1, 30_001, 500):
+        for source in (0, 1):
+            names = range(name + source * 100_000, name + source * 100_000 + 499)
+            fresh.remove(sources[source], tier=0, group=0, engine_hashes=uint64s(*names), now=0)
+    assert fresh.stats().engine_keys == 120
+    assert fresh.stats().bytes < 8_000_000

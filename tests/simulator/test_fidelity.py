@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from app.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, PrefixesStored
+from app.events import AllBlocksCleared, BlockRemoved, BlocksHashed, BlockStored, Event, PrefixesStored
 from app.ingest.vllm import WireForm, decode_batch, encode_batch
 from app.replay.capture import Answer, Frame, Reset
 from app.replay.formats import load_capture
@@ -38,7 +38,7 @@ class Names:
                 return "removed", self.of(event.block_hashes)
             case AllBlocksCleared():
                 return ("cleared",)
-            case PrefixesStored():
+            case PrefixesStored() | BlocksHashed():
                 raise AssertionError("no engine says this")
 
 

@@ -9,7 +9,7 @@ from app.config import Settings
 from app.index.prefix_index import PrefixIndex
 from app.pods import PodSpec, SourceState
 from app.service import IndexerService, MatchQuery, index_limits
-from app.snapshots.file import SnapshotReader
+from app.snapshots.file import FileStore, SnapshotReader
 from app.snapshots.keeper import SnapshotKeeper
 from tests.test_service import Clock, batch, stored, tokens, uint64s
 
@@ -27,7 +27,7 @@ class Bench:
         self.keeper = SnapshotKeeper(
             self.service,
             self.index,
-            path,
+            FileStore(path),
             configured=frozenset(),
             interval_s=3_600,
             wall=lambda: self.at_s,

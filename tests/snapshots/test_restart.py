@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,3 +176,53 @@ def test_a_pod_comes_back_as_it_is_configured_now(tmp_path: Path) -> None:
     with indexer(path, "--pod", "kept=,model=m", "--pod", "other=,model=m,lora=tuned") as http:
         assert rows(http, 1) == {"kept": (1, "live"), "own": (1, "live")}
         assert {pod["pod"] for pod in http.get("/v1/pods").json()["pods"]} == {"kept", "other", "own"}
+
+
+def test_probes_are_answered_while_the_snapshot_is_read(tmp_path: Path) -> None:
+    """A pipe nobody writes into is a file that takes for ever to be read: alive, not ready, and no half a picture."""
+    path = tmp_path / "snapshot"
+    with indexer(path) as http:
+        post(http, "pod-a", 1, 2, seq=0)
+        before = digest(http)
+    os.replace(path, previous_of(path))
+    os.mkfifo(path)
+    settings = {"KVINDEXER_SNAPSHOT_PATH": str(path), "KVINDEXER_SNAPSHOT_INTERVAL_S": "3600"}
+    with (
+        serving("serve", "--port", "0", **settings) as (_, port),
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S) as http,
+    ):
+        assert http.get("/healthz").status_code == 200
+        assert http.get("/metrics").status_code == 200
+        assert http.get("/readyz").json()["errors"] == [{"field": "", "detail": "the process is starting"}]
+        for refused in (
+            http.post("/v1/match", json={"model": "m", "token_ids": [1] * 4}),
+            http.post("/v1/events", json={"pod": "pod-a", "model": "m", "events": []}),
+            http.get("/v1/stats"),
+        ):
+            assert refused.status_code == 503
+            assert refused.json()["type"] == "urn:kvindexer:problem:starting"
+            assert refused.headers["Retry-After"] == "1"
+        path.open("wb").close()  # an empty file: refused, and the one before is taken
+        wait_for(http, "/readyz", lambda response: response.status_code == 200)
+        assert digest(http) == before
+        assert rows(http, 1, 2) == {"pod-a": (2, "live")}
+
+
+def test_an_end_during_the_start_leaves_the_snapshots_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot"
+    with indexer(path) as http:
+        post(http, "pod-a", 1, 2, seq=0)
+    os.replace(path, previous_of(path))
+    kept = previous_of(path).read_bytes()
+    os.mkfifo(path)
+    settings = {"KVINDEXER_SNAPSHOT_PATH": str(path), "KVINDEXER_SNAPSHOT_INTERVAL_S": "3600"}
+    with serving("serve", "--port", "0", **settings) as (process, port):
+        assert httpx.get(f"http://127.0.0.1:{port}/healthz").status_code == 200
+        process.terminate()
+        assert process.stderr is not None
+        while "Application shutdown complete" not in process.stderr.readline():
+            assert process.poll() is None, "it says when it is done"
+        path.open("wb").close()  # lets the reading thread end
+        assert process.wait(DEADLINE_S) == 0
+    assert path.is_fifo()
+    assert previous_of(path).read_bytes() == kept

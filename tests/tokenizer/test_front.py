@@ -335,7 +335,9 @@ def test_prompt_that_takes_too_long_ends_its_child(folder: Path, plain: RustToke
 def test_child_ends_with_its_service(folder: Path, plain: RustTokenizer) -> None:
     """However the service ends: here the pipe is all that closes."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "app.tokenizer.worker", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "app.tokenizer.worker", "1", "info", "console"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     try:
         answers, _ = child.communicate(timeout=60)

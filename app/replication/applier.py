@@ -1,0 +1,226 @@
+"""Applies what is read from the log, and keeps where in it this replica is.
+
+Every replica applies the same entries in the same order, partition by partition, and nothing else changes its picture:
+so what is decided here must follow from the log alone. No clock, no setting that may differ, no local figure decides.
+Left out, and counted, are
+
+    groups that came before   an append whose answer was lost is sent again; (replica, number) tells
+    fenced entries            of a followed stream, from a replica whose lease of the pod has passed to another
+
+A group is applied at one go, so a position is always between two groups. What `LogState` holds is all that a
+replica needs to go on from a snapshot: it belongs into the snapshot, taken in the same instant.
+
+Bounds: the numbers of the last `REPLICAS_MAX` replicas of each partition are kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from app.errors import IndexerError
+from app.replication.entries import (
+    AnyEntry,
+    BlocksForgotten,
+    Followed,
+    Group,
+    LeaseTaken,
+    OwnerCleared,
+    PodDropped,
+    PodRegistered,
+    Posted,
+    RemovedEverywhere,
+    SourceReported,
+    SourceReset,
+    SourceSilent,
+    decode_group,
+    partition_of,
+)
+from app.replication.redis_log import BEGINNING
+from app.service import IndexerService
+
+logger = logging.getLogger(__name__)
+
+REPLICAS_MAX = 1_024
+
+
+class LogState(msgspec.Struct):
+    """Where a replica is in the log, and what it must remember of what came before. Part of a snapshot."""
+
+    log: str  # the log's own number
+    positions: list[str]  # by partition: of the last group applied
+    numbers: list[
+        dict[str, int]
+    ]  # by partition: replica -> number of its last group; the latest replica last
+    epochs: dict[str, int] = {}  # pod -> the newest lease of its streams
+    heard: dict[str, list[str]] = {}  # pod -> by rank, "" for none: position of the last batch posted
+
+
+def beginning(log: str, partitions: int) -> LogState:
+    return LogState(log, [BEGINNING] * partitions, [{} for _ in range(partitions)])
+
+
+class Settle(Protocol):
+    """Outbox.settle."""
+
+    def __call__(self, partition: int, number: int, outcomes: Sequence[object]) -> None: ...
+
+
+class Fenced(IndexerError):
+    """The lease of the pod has passed to another replica."""
+
+
+class Applier:
+    """All calls on the service's thread."""
+
+    def __init__(self, service: IndexerService, replica: str, partitions: int, *, settle: Settle) -> None:
+        self._service = service
+        self._replica = replica
+        self._partitions = partitions
+        self._settle = settle
+        self.state = beginning("", partitions)
+        self.counts = {
+            "applied_groups": 0,
+            "applied_entries": 0,
+            "repeated_groups": 0,
+            "fenced_entries": 0,
+            "refused_entries": 0,
+            "faults": 0,
+        }
+
+    def apply(self, partition: int, position: str, data: bytes) -> None:
+        """Raises UnknownEntry, with nothing changed."""
+        group = decode_group(data)
+        if self._is_new(partition, group):
+            outcomes = [self._outcome(partition, position, entry) for entry in group.entries]
+            self.counts["applied_groups"] += 1
+            if group.replica == self._replica:
+                self._settle(partition, group.number, outcomes)
+        else:
+            self.counts["repeated_groups"] += 1
+        self.state.positions[partition] = position
+
+    def _is_new(self, partition: int, group: Group) -> bool:
+        numbers = self.state.numbers[partition]
+        last = numbers.pop(group.replica, 0)
+        numbers[group.replica] = max(last, group.number)
+        if len(numbers) > REPLICAS_MAX:
+            del numbers[next(iter(numbers))]
+        return group.number > last
+
+    def _outcome(self, partition: int, position: str, entry: AnyEntry) -> object:
+        try:
+            outcome = self._apply(partition, position, entry)
+        except Fenced as error:
+            self.counts["fenced_entries"] += 1
+            return error
+        except IndexerError as error:
+            self.counts["refused_entries"] += 1
+            return error
+        except Exception as error:
+            # The edge of one entry's work: its fault must not stop the log, here as little as anywhere else.
+            self.counts["faults"] += 1
+            logger.exception("an entry of partition %d at %s was not applied", partition, position)
+            return error
+        self.counts["applied_entries"] += 1
+        return outcome
+
+    def _apply(self, partition: int, position: str, entry: AnyEntry) -> object:
+        if isinstance(entry, Posted):
+            return self._post(position, entry)
+        if isinstance(entry, Followed | SourceReset | SourceReported):
+            return self._follow(entry)
+        return self._control(partition, entry)
+
+    def _post(self, position: str, entry: Posted) -> object:
+        result = self._service.post(
+            entry.pod,
+            entry.batch,
+            model=entry.model,
+            dp_rank=entry.dp_rank,
+            seq=entry.seq,
+            lora=entry.lora,
+            digest=entry.digest,
+            incomplete=entry.incomplete,
+            owner=entry.owner if self._service.owners.has_room_for(entry.owner) else None,
+        )
+        if not result.duplicate:
+            heard = self.state.heard.setdefault(entry.pod, [])
+            heard.extend([""] * (entry.dp_rank + 1 - len(heard)))
+            heard[entry.dp_rank] = position
+        return result
+
+    def _follow(self, entry: Followed | SourceReset | SourceReported) -> object:
+        newest = self.state.epochs.get(entry.pod, 0)
+        if entry.epoch < newest:
+            raise Fenced(f"the lease {entry.epoch} of pod {entry.pod!r} is over: {newest} was taken")
+        service = self._service
+        if isinstance(entry, Followed):
+            return service.apply(entry.pod, entry.dp_rank, entry.batch, seq=entry.seq, digest=entry.digest)
+        if isinstance(entry, SourceReset):
+            service.reset_source(entry.pod, entry.dp_rank, restarted=entry.restarted)
+        else:
+            service.set_source_state(
+                entry.pod,
+                entry.dp_rank,
+                entry.state,
+                gaps=entry.gaps,
+                replays=entry.replays,
+                cause=entry.cause,
+            )
+        return None
+
+    def _control(
+        self,
+        partition: int,
+        entry: SourceSilent
+        | PodRegistered
+        | PodDropped
+        | BlocksForgotten
+        | RemovedEverywhere
+        | LeaseTaken
+        | OwnerCleared,
+    ) -> object:
+        service, state = self._service, self.state
+        if isinstance(entry, PodRegistered):
+            return service.register(entry.spec)
+        if isinstance(entry, PodDropped):
+            service.drop_pod(entry.pod)
+            state.heard.pop(entry.pod, None)
+            return None
+        if isinstance(entry, BlocksForgotten):
+            return service.remove_blocks(
+                entry.pod, model=entry.model, lora=entry.lora, dp_rank=entry.dp_rank, tier=entry.tier
+            )
+        if isinstance(entry, RemovedEverywhere):
+            concerns = functools.partial(self._is_here, partition)
+            return sum(
+                service.remove_everywhere(entry.model, entry.lora, event, concerns=concerns)
+                for event in entry.events
+            )
+        if isinstance(entry, OwnerCleared):
+            return service.owners.clear(entry.owner)
+        if isinstance(entry, LeaseTaken):
+            newest = state.epochs[entry.pod] = max(entry.epoch, state.epochs.get(entry.pod, 0))
+            if newest > entry.epoch:
+                raise Fenced(f"the lease {entry.epoch} of pod {entry.pod!r} is over: {newest} was taken")
+            return None
+        if self.heard(entry.pod, entry.dp_rank) == entry.heard:
+            service.silence(entry.pod, entry.dp_rank)
+        return None
+
+    def set_away(self, partition: int, cause: str) -> None:
+        """The partition is not read now, and why; "" when it is again."""
+        self._service.set_away(cause, concerns=functools.partial(self._is_here, partition))
+
+    def heard(self, pod: str, dp_rank: int) -> str:
+        """The position of the last batch that was posted for this rank; "" where there is none."""
+        heard = self.state.heard.get(pod, [])
+        return heard[dp_rank] if dp_rank < len(heard) else ""
+
+    def _is_here(self, partition: int, pod: str) -> bool:
+        return partition_of(pod, self._partitions) == partition

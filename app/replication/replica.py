@@ -1,0 +1,192 @@
+"""One replica: the parts of replication put together, their life, and how it goes with them.
+
+    accept    log_writer -> coder -> outbox -> Redis
+    apply     Redis -> follower -> applier -> service
+
+Nothing is applied that was not read back from the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from app.config import Settings
+from app.errors import IndexerError, LogAway
+from app.fuzzy.fuzzy_index import FuzzyIndex
+from app.pods import PodSpec
+from app.replication.applier import Applier
+from app.replication.coder import Coder
+from app.replication.entries import VERSION
+from app.replication.follower import Follower
+from app.replication.log_writer import FeedWriter, LogWriter
+from app.replication.outbox import Outbox
+from app.replication.redis_log import RedisLog, Terms
+from app.service import IndexerService
+
+logger = logging.getLogger(__name__)
+
+
+class Replica:
+    """Of one service, from `start` on the running loop to `stop`. `writer` is how everything changes it."""
+
+    def __init__(self, settings: Settings, service: IndexerService, contents: FuzzyIndex | None) -> None:
+        assert settings.redis_url is not None, "there is no replica without a log"
+        self.name = settings.replica_id or f"{socket.gethostname()}-{os.getpid()}"
+        # Another process of the same name must not be taken for this one: its numbers begin anew.
+        incarnation = f"{self.name}:{secrets.token_hex(6)}"
+        partitions = settings.redis_partitions
+        self.log = RedisLog(
+            settings.redis_url.get_secret_value(),
+            cluster=settings.redis_cluster,
+            namespace=settings.redis_namespace,
+            timeout_s=settings.redis_timeout_s,
+        )
+        self._lag_s_max = settings.redis_lag_s_max
+        coder = Coder(service, shingle=0 if contents is None else contents.shingle)
+        self._outbox = Outbox(
+            incarnation,
+            partitions,
+            bytes_max=settings.redis_outbox_bytes_max,
+            append=self.log.append,
+            landed=coder.land,
+        )
+        self.applier = Applier(service, incarnation, partitions, settle=self._outbox.settle)
+        terms = Terms(
+            log=secrets.token_hex(12),
+            version=VERSION,
+            partitions=partitions,
+            fuzzy=settings.fuzzy,
+            count_copies=settings.count_copies,
+        )
+        self._follower = Follower(self.log, self.applier, terms)
+        self._coder = coder
+        self._service = service
+        self.writer = LogWriter(
+            service,
+            coder,
+            self._outbox,
+            self.applier,
+            partitions=partitions,
+            answer_timeout_s=settings.redis_answer_timeout_s,
+        )
+        self._partitions = partitions
+        self._tasks: list[asyncio.Task[None]] = []
+        self._unregistered: list[PodSpec] = []
+        service.ask_before_silence(self.writer.ask_for_silence)
+
+    # -- life
+
+    def start(self, configured: list[PodSpec]) -> None:
+        """Begins to read; registers the configured pods as soon as the log has been read once."""
+        self._unregistered = list(configured)
+        for partition in range(self._partitions):
+            self._spawn(self._follower.run(partition), f"log-read-{partition}")
+            self._spawn(self._outbox.run(partition), f"log-append-{partition}")
+        self._spawn(self._register(), "log-pods")
+
+    async def stop(self, grace_s: float) -> None:
+        """Waits for what was accepted to be in the log, `grace_s` at the most, and leaves Redis."""
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._outbox.drained()
+        except TimeoutError:
+            logger.error("%d entries never reached the log: it is away", self._outbox.entries)
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._tasks.clear()
+        await self.log.close()
+
+    def _spawn(self, work: Any, name: str) -> None:
+        self._tasks.append(asyncio.create_task(self._outlive(work, name), name=name))
+
+    async def _outlive(self, work: Any, name: str) -> None:
+        try:
+            await work
+        except Exception:  # the outermost of this task: it must not end without a word
+            logger.exception("the task %s ended by a fault of ours", name)
+            raise
+
+    async def _register(self) -> None:
+        await self._follower.caught_up_once()
+        while self._unregistered:
+            spec = self._unregistered[0]
+            known = self._service.pods.get(spec.name)
+            try:
+                if known is None or known.spec != spec:
+                    await self.writer.register(spec)
+            except LogAway:
+                continue  # it has waited its time already
+            except IndexerError as error:
+                logger.error("pod %s of the configuration is not registered: %s", spec.name, error)
+            self._unregistered.pop(0)
+
+    # -- for whoever follows streams under leases
+
+    def feed(self, epoch_of: Callable[[str], int]) -> FeedWriter:
+        """The writer of a ZmqIngest; `epoch_of` is this replica's lease of a pod."""
+        return self.writer.feed(epoch_of)
+
+    def is_blocked(self) -> bool:
+        """The outbox has no room for what is followed; `on_room` is told when it has again."""
+        return self._outbox.is_full
+
+    def on_room(self, listener: Callable[[], None]) -> None:
+        self._outbox.room_listeners.append(listener)
+
+    # -- how it goes
+
+    def missing(self) -> list[tuple[str, str]]:
+        """(place, sentence) of what a router should wait for: the log read to its end, and not far behind."""
+        found = []
+        for partition, state in enumerate(self._follower.partitions):
+            place = f"log.{partition}"
+            lag_s = self._follower.lag_s(partition)
+            if not state.entered:
+                found.append((place, state.trouble or "the log is being read"))
+            elif lag_s > self._lag_s_max:
+                found.append((place, f"{lag_s:.0f} s behind: redis_lag_s_max = {self._lag_s_max:g}"))
+        found += [(f"pods.{spec.name}", "is not registered yet") for spec in self._unregistered]
+        return found
+
+    def stats(self) -> dict[str, Any]:
+        state = self.applier.state
+        return {
+            "replica": self.name,
+            "log": state.log,
+            "positions": list(state.positions),
+            "lag_s": max(map(self._follower.lag_s, range(self._partitions))),
+            "away_s": self._follower.away_s,
+            "trouble": self._follower.trouble or self._outbox.trouble,
+            "outbox_entries": self._outbox.entries,
+            "outbox_bytes": self._outbox.bytes,
+            "leases": len(state.epochs),
+            **self.counters(),
+        }
+
+    def gauges(self) -> Mapping[str, float]:
+        return {
+            "lag_seconds": max(map(self._follower.lag_s, range(self._partitions))),
+            "away_seconds": self._follower.away_s,
+            "partitions_in_trouble": sum(bool(state.trouble) for state in self._follower.partitions),
+            "outbox_entries": self._outbox.entries,
+            "outbox_bytes": self._outbox.bytes,
+        }
+
+    def counters(self) -> Mapping[str, int]:
+        return {
+            **self._outbox.counts,
+            **self._follower.counts,
+            **self.applier.counts,
+            "hashed_blocks": self._coder.hashed_blocks,
+            "raw_blocks": self._coder.raw_blocks,
+        }

@@ -1,0 +1,74 @@
+"""A redis-server of a test's own: on a free port of loopback, with its data in a folder of the test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import redis
+
+START_S = 20.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RedisServer:
+    """`keep`: every command is on disk before it is answered, so a kill loses nothing."""
+
+    def __init__(self, folder: Path, *, keep: bool = False, options: tuple[str, ...] = ()) -> None:
+        program = shutil.which("redis-server")
+        if program is None:
+            assert not os.environ.get("CI"), "redis-server is missing: see .ci/run"
+            pytest.skip("redis-server is not installed")
+        self.port = free_port()
+        self._command = [
+            program,
+            *("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)),
+            *("--save", "", "--appendonly", "yes" if keep else "no", "--appendfsync", "always"),
+            *options,
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        assert self._process is None, "it runs already"
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                with socket.create_connection(("127.0.0.1", self.port), timeout=1):
+                    return
+            except OSError:
+                assert self._process.poll() is None, "redis-server ended at once"
+                assert time.monotonic() < deadline, "redis-server does not listen"
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> None:
+        assert self._process is not None, "it does not run"
+        self._process.send_signal(number)
+        self._process.wait(timeout=START_S)
+        self._process = None
+
+    def client(self) -> redis.Redis:
+        return redis.Redis(port=self.port)

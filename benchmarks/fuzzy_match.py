@@ -75,17 +75,17 @@ def measure_cost(blocks: int, rounds: int) -> None:
         f"memory       {stats.bytes / blocks:7.1f} bytes a block held, "
         f"{(resident_bytes() - before) / blocks:.1f} more resident"
     )
-    more = blocks // 10
-    more_hashes = array("Q", (chance.getrandbits(64) | 1 for _ in range(more))).tobytes()
-    calls = store_all(index, more_hashes, random_tokens(more * BLOCK, chance).tobytes())
-    print(f"store        {sum(calls) / more * 1e9:7.0f} ns a block, a tenth more")
-    index.remove(CONTEXT, more_hashes)
     simhashes = b"".join(
         struct.pack("<Q", _native.simhash(packed[i : i + 4 * BLOCK]))
         for i in range(0, len(packed), 4 * BLOCK)
     )
     for name, prompt in prompts(tokens, chance):
         measure_queries(index, name, prompt.tobytes(), simhashes, rounds)
+    more = blocks // 10
+    more_hashes = array("Q", (chance.getrandbits(64) | 1 for _ in range(more))).tobytes()
+    calls = store_all(index, more_hashes, random_tokens(more * BLOCK, chance).tobytes())
+    print(f"store        {sum(calls) / more * 1e9:7.0f} ns a block, a tenth more")
+    index.remove(CONTEXT, more_hashes)
     measure_removal(index, hashes)
 
 
@@ -123,7 +123,6 @@ def measure_queries(index: FuzzyIndex, name: str, prompt: bytes, simhashes: byte
             (offsets[query], (asked[query] ^ stored[place]).bit_count())
             for query, place in struct.iter_unpack("<II", hits)
         }
-        # Also what was removed and is not swept yet is in the tables: none of it may show.
         query = _native.NearQuery(index.core, CONTEXT, prompt, offsets.tobytes(), DISTANCE, 256)
         assert query.step(2**60)
         rows, done = b"", False

@@ -348,6 +348,22 @@ class Settings(BaseSettings):
         description="Stored blocks that `/v1/fuzzy-match` considers for one place of a prompt, the best first.",
     )
 
+    fuzzy_queue_max: int = Field(
+        64,
+        ge=1,
+        description="Prompts of `/v1/fuzzy-match` that are under way or wait for their turn; past it 503.",
+    )
+    owners_max: int = Field(
+        10_000,
+        ge=1,
+        description="Owners that have blocks, as posted events name them; past it a new one is refused with 422.",
+    )
+    owner_claims_max: int = Field(
+        4_000_000,
+        ge=0,
+        description="Blocks with an owner, one for each owner, rank and tier (about 20 bytes); past it they have none.",
+    )
+
     tokenizers: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="Tokenizers for text and chat, separated by ',', each as `model=folder` or `model=hub/name`.",

@@ -42,10 +42,15 @@ _INDEX_GAUGES = {
     "copies": ("index_copies", "Engine hashes with more than one copy"),
     "orphan_blocks": ("index_orphan_blocks", "Blocks that wait for a parent not seen yet"),
     "speculative_blocks": ("index_speculative_blocks", "Blocks that routers have announced"),
+    "claims": ("index_claims", "Blocks with an owner, one for each owner, rank and tier"),
     "bytes": ("index_bytes", "Memory of the index's tables in bytes"),
 }
 _INDEX_COUNTERS = {
     "speculative_refused": ("index_speculative_refused", "Announced blocks refused: speculative_blocks_max"),
+    "claims_refused": (
+        "index_claims_refused",
+        "Blocks stored without the owner that was named: owner_claims_max",
+    ),
 }
 # The figure of the index -> the setting that made entries go.
 _EVICTION_CAUSES = {
@@ -143,6 +148,10 @@ _PART_GAUGES = {
         "unswept": "Removed blocks that are not swept yet",
         "crowded": "Contents that only exact matches find: too many others are nearly the same",
         "bytes": "Memory of all this in bytes",
+        "asked": "Fuzzy matches that are under way or wait for their turn",
+    },
+    "owners": {
+        "known": "Owners that blocks were stored for",
     },
 }
 _PART_COUNTERS = {
@@ -230,6 +239,10 @@ _PART_COUNTERS = {
         "asked_tokens": "Tokens of the prompts that were asked about",
         "reusable_tokens": "Those of them that are held somewhere, exactly or nearly",
         "candidates_dropped": "Stored blocks, at the least, left out of answers: fuzzy_candidates_max",
+        "refused": "Fuzzy matches refused: fuzzy_queue_max",
+    },
+    "owners": {
+        "refused": "Batches refused for a new owner: owners_max",
     },
 }
 

@@ -30,6 +30,7 @@ from app.replication.entries import (
     Followed,
     Group,
     LeaseTaken,
+    OwnerCleared,
     PodDropped,
     PodRegistered,
     Posted,
@@ -160,6 +161,7 @@ class Applier:
             lora=entry.lora,
             digest=entry.digest,
             incomplete=entry.incomplete,
+            owner=entry.owner if self._service.owners.has_room_for(entry.owner) else None,
         )
         if not result.duplicate:
             heard = self.state.heard.setdefault(entry.pod, [])
@@ -190,7 +192,13 @@ class Applier:
     def _control(
         self,
         partition: int,
-        entry: SourceSilent | PodRegistered | PodDropped | BlocksForgotten | RemovedEverywhere | LeaseTaken,
+        entry: SourceSilent
+        | PodRegistered
+        | PodDropped
+        | BlocksForgotten
+        | RemovedEverywhere
+        | LeaseTaken
+        | OwnerCleared,
     ) -> object:
         service, state = self._service, self.state
         if isinstance(entry, PodRegistered):
@@ -209,6 +217,8 @@ class Applier:
                 service.remove_everywhere(entry.model, entry.lora, event, concerns=concerns)
                 for event in entry.events
             )
+        if isinstance(entry, OwnerCleared):
+            return service.owners.clear(entry.owner)
         if isinstance(entry, LeaseTaken):
             newest = state.epochs[entry.pod] = max(entry.epoch, state.epochs.get(entry.pod, 0))
             if newest > entry.epoch:

@@ -19,6 +19,7 @@ from typing import Any
 from app.batches import BatchResult
 from app.errors import LogAway
 from app.events import BlockRemoved, EventBatch, Tier
+from app.owners import OwnerInfo
 from app.pods import Pod, PodSpec, SourceState
 from app.replication.applier import Applier
 from app.replication.coder import Coder, Ticket
@@ -27,6 +28,7 @@ from app.replication.entries import (
     BlocksForgotten,
     Followed,
     LeaseTaken,
+    OwnerCleared,
     PodDropped,
     PodRegistered,
     Posted,
@@ -76,7 +78,9 @@ class LogWriter:
         lora: str | None,
         digest: int | None = None,
         incomplete: bool = False,
+        owner: str | None = None,
     ) -> BatchResult:
+        self._service.owners.check(owner)
         if not self._coder.is_under_way(pod, dp_rank):
             self._service.check(pod, batch, model=model, dp_rank=dp_rank, seq=seq, digest=digest)
         elif not self._coder.is_changing(pod):
@@ -99,6 +103,7 @@ class LogWriter:
             digest=digest,
             incomplete=incomplete,
             batch=coded,
+            owner=owner,
         )
         result = await self._answer(self._put(pod, entry, ticket))
         assert isinstance(result, BatchResult)
@@ -138,6 +143,12 @@ class LogWriter:
             assert isinstance(copies, int)
             removed += copies
         return removed
+
+    async def clear_owner(self, name: str) -> list[OwnerInfo]:
+        self._service.owners.named(name)
+        cleared = await self._answer(self._put(name, OwnerCleared(owner=name), Ticket(name)))
+        assert isinstance(cleared, list)
+        return cleared
 
     # -- the lease of a pod's streams
 

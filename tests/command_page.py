@@ -46,7 +46,9 @@ def page() -> str:
 def _section(words: str, command: Any) -> str:
     arguments = [param for param in command.params if param.param_type_name == "argument"]
     options = [param for param in command.params if param.param_type_name == "option"]
-    usage = " ".join([words, *(_metavar(argument) for argument in arguments), *(["[OPTIONS]"] if options else [])])
+    usage = " ".join(
+        [words, *(_metavar(argument) for argument in arguments), *(["[OPTIONS]"] if options else [])]
+    )
     text, *examples = inspect.cleandoc(command.help).split("Examples:\n")
     lines = [f"\n## {words}\n", text.strip() + "\n", f"```\n{usage}\n```\n"]
     if examples:
@@ -54,7 +56,9 @@ def _section(words: str, command: Any) -> str:
         lines.append("\n".join(["```sh", *shown, "```\n"]))
     if arguments or options:
         lines += ["| argument or option | default | meaning |", "|---|---|---|"]
-        lines += [f"| `{_metavar(a)}` | {'needed' if a.required else ''} | {_cell(a.help)} |" for a in arguments]
+        lines += [
+            f"| `{_metavar(a)}` | {'needed' if a.required else ''} | {_cell(a.help)} |" for a in arguments
+        ]
         lines += [_option(option) for option in options]
         lines.append("")
     return "\n".join(lines)

@@ -78,7 +78,10 @@ def test_version_is_the_one_that_is_shown() -> None:
 
 def test_in_a_minute(port: int) -> None:
     install, ask = blocks("In a minute", "sh")
-    assert [line.split("#")[0].strip() for line in install.splitlines()] == ["pip install .", "kvindexer serve"]
+    assert [line.split("#")[0].strip() for line in install.splitlines()] == [
+        "pip install .",
+        "kvindexer serve",
+    ]
     told, _, answer = run(ask, {"8080": port}).partition("}{")
     assert json.loads(told + "}")["stored_blocks"] == 2
     [expected] = map(json.loads, blocks("In a minute", "json"))

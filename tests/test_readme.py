@@ -95,7 +95,12 @@ def test_in_a_minute(port: int) -> None:
 def engine(port: int) -> Iterator[dict[str, int]]:
     """The simulated engine of the section, and the ports that its commands go to."""
     simulate = blocks("Your own engine", "sh")[1].split()
-    ports = {"8080": port, "8000": free_port(), "5557": free_port(), "5558": free_port()}
+    ports: dict[str, int] = {
+        "8080": port,
+        "8000": int(free_port()),
+        "5557": int(free_port()),
+        "5558": int(free_port()),
+    }
     process = start(*(str(ports.get(word, word)) for word in simulate[1:]))
     try:
         until(lambda: answers(f"http://127.0.0.1:{ports['8000']}/health"), "the engine answers")

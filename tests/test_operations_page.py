@@ -9,6 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.config import Settings, load_settings, variable
 from app.main import create_app
+from app.pods import SourceState
+from app.replication import entries
+from app.snapshots import frames
 
 PAGE = (Path(__file__).parent.parent / "docs" / "operations.md").read_text()
 
@@ -46,3 +49,13 @@ def test_metrics() -> None:
         assert meaning, name
         allowed = set(re.findall(r"`(\w+)`", labels)) | {"le"}
         assert all(set(sample.labels) <= allowed for sample in told[name].samples), name
+
+
+def test_versions() -> None:
+    listed = {row[0]: row[1] for row in table("Upgrade")}
+    assert listed["snapshots (`app/snapshots/frames.py`)"] == str(frames.VERSION)
+    assert listed["the log in Redis (`app/replication/entries.py`)"] == str(entries.VERSION)
+
+
+def test_states_are_those_of_a_source() -> None:
+    assert [row[0].strip("`") for row in table("States")] == [state.value for state in SourceState]

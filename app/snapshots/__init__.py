@@ -1,1 +1,1 @@
-"""The picture on disk: a file of checked frames, written in slices while the service goes on, and read at the start."""
+"""The picture kept for a restart: checked frames in a file or in Redis, written in slices while the service goes on."""

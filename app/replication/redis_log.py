@@ -24,7 +24,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from app.errors import InvalidSettings, LogAway
+from app.errors import UNDECODABLE, InvalidSettings, LogAway
 
 BEGINNING = "0-0"  # the position before the first message
 BLOCK_S = 1.0  # how long a read waits for something new
@@ -63,7 +63,7 @@ class RedisLog:
             found = await self._writer.get(key)
         try:
             return msgspec.json.decode(found or b"", type=Terms)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise LogAway(f"the key {key} is not of this indexer: {error}") from error
 
     async def append(self, partition: int, group: bytes) -> str:

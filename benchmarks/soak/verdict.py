@@ -11,7 +11,7 @@ from benchmarks.soak.conductor import Conductor, Life, Plan
 
 # A life is judged when it has had so many rounds; its first ones are its warm-up.
 WARM_UP_PART = 0.34
-ROUNDS_MIN = 6
+ROUNDS_MIN = 9
 RESIDENT_GROWTH_MIB_MAX = 12.0
 RESIDENT_GROWTH_PART_MAX = 0.06
 DESCRIPTORS_GROWTH_MAX = 48  # as many as slow clients and floods have open at one moment and not at another
@@ -55,7 +55,7 @@ def flatness(life: Life) -> list[Flatness]:
     ]
 
 
-def judge(conductor: Conductor) -> None:
+def judge(conductor: Conductor, *, with_timings: bool = True) -> None:
     """Adds the violations that only the whole shows."""
     findings = conductor.findings
     for number, life in enumerate(conductor.lives, 1):
@@ -67,7 +67,7 @@ def judge(conductor: Conductor) -> None:
                 )
     for part, bound_s in ((0.99, LOOP_P99_S_MAX), (1.0, LOOP_S_MAX)):
         took_s = findings.quantile("loop", part)
-        if took_s > bound_s:
+        if with_timings and took_s > bound_s:
             findings.violation(
                 "loop lag", f"quantile {part:g} of /healthz is {took_s:.3f} s, at most {bound_s:g} s"
             )

@@ -4,9 +4,9 @@
 // times. Here the usual events (stored and removed blocks, arrays or maps of any release) are read where they
 // stand, numbers straight to the buffers that the index reads. Nothing is decided here that a reader of the
 // events could see: an event with anything unusual in it (a field of another type, a name twice, no tokens, a
-// salt) is not plain, its span goes to the decoder of app/ingest/wire_decode.py, and a payload that is not a
-// batch of that shape is refused as a whole. That decoder reads every batch by itself, and the tests hold
-// both equal.
+// salt, metadata) is not plain, its span goes to the decoder of app/ingest/wire_decode.py, and a payload that
+// is not a batch of that shape is refused as a whole. That decoder reads every batch by itself, and the tests
+// hold both equal.
 //
 // Cost: one pass, and a second one over the spans of events that are not plain.
 #pragma once
@@ -34,12 +34,13 @@ enum class Field : uint8_t {
   kGroup,
   kKind,
   kSalt,
+  kMetadata,
   kOther,
 };
 
-inline constexpr std::array<std::string_view, 12> kFieldNames{
-    "type",   "block_hashes", "parent_block_hash", "token_ids", "block_size",         "lora_id",
-    "medium", "lora_name",    "extra_keys",        "group_idx", "kv_cache_spec_kind", "cache_salt"};
+inline constexpr std::array<std::string_view, 13> kFieldNames{
+    "type",      "block_hashes", "parent_block_hash", "token_ids",          "block_size", "lora_id", "medium",
+    "lora_name", "extra_keys",   "group_idx",         "kv_cache_spec_kind", "cache_salt", "metadata"};
 
 // Fields of the array shapes by position, behind the tag.
 inline constexpr std::array<Field, 10> kStoredFields{
@@ -161,7 +162,7 @@ class EventReader {
       case Field::kExtraKeys:
         return read_extra_keys(event);
       default:
-        return read_null();  // a salt
+        return read_null();  // a salt, metadata
     }
   }
 

@@ -172,6 +172,7 @@ def stored_fields(draw: st.DrawFn) -> dict[str, Any]:
         "group_idx": st.sampled_from([None, 0, 2, 65_536]),
         "kv_cache_spec_kind": st.sampled_from([None, "full_attention", "mamba"]),
         "cache_salt": st.sampled_from([None, None, "salt"]),
+        "metadata": st.sampled_from([None, {"anchor_hash": 5}, [1, {}], "x"]),
         "locality": odd,
     }
     return {name: draw(mostly(value)) for name, value in values.items()}

@@ -87,9 +87,9 @@ def test_clients_that_hold_it_up_are_cut() -> None:
         serving("serve", KVINDEXER_PORT="0", KVINDEXER_SHUTDOWN_GRACE_S="1") as (process, port),
     ):
         for said in (head % 1_000 + b"{", head % len(batch) + batch, b""):
-            connection = opened.enter_context(socket.create_connection(("127.0.0.1", port), DEADLINE_S))
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
-            connection.sendall(said)
+            slow = opened.enter_context(socket.create_connection(("127.0.0.1", port), DEADLINE_S))
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            slow.sendall(said)
         with connected(port) as connection:
             connection.request("GET", "/healthz")  # read behind what the others have sent
             assert connection.getresponse().read()

@@ -8,7 +8,7 @@ NATIVE_TESTS := tests/index tests/fuzzy tests/api/test_fuzzy.py tests/test_servi
   tests/test_wire.py tests/ingest/test_wire_payload.py
 CPP_FILES := $(wildcard native/*.hpp native/*.cpp)
 
-.PHONY: demo serve test sanitize check bench audit sbom fmt clean
+.PHONY: demo serve test sanitize check bench soak audit sbom fmt clean
 
 $(VENV)/.dependencies: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -45,6 +45,10 @@ sanitize: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.prefix_index
 	$(BIN)/python -m benchmarks.http
+
+# Load, faults and strangers at once, for so many SECONDS; docs/reliability.md says what is a violation.
+soak: $(STAMP)
+	$(BIN)/python -m benchmarks.soak --seconds $(or $(SECONDS),300) --json build/soak.json
 
 check: $(STAMP)
 	$(BIN)/ruff check .

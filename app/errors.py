@@ -28,8 +28,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 if TYPE_CHECKING:
     from app.events import RejectedEvent
+
+# What msgspec raises for bytes that are not what was asked for: text that is not UTF-8 and nesting are no DecodeError.
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class IndexerError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import functools
 import gc
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 2_048
 _TICKS_A_LOOK = 10  # uvicorn ticks ten times a second
+_CUT_GRACE_S = 1  # for what serves a connection to see that it was cut
 
 
 def run(settings: Settings) -> bool:
@@ -54,11 +56,12 @@ def run(settings: Settings) -> bool:
             server_header=False,
             limit_concurrency=settings.connections_max,
             timeout_keep_alive=settings.keep_alive_s,
-            timeout_graceful_shutdown=settings.shutdown_grace_s,
+            timeout_graceful_shutdown=settings.shutdown_grace_s + _CUT_GRACE_S,
         ),
         _address(listener, tls),
         limits,
         tls,
+        grace_s=settings.shutdown_grace_s,
         on_end=wired(app).service.live.close,
     )
 
@@ -88,12 +91,14 @@ class _Server(uvicorn.Server):
         limits: ConnectionLimits,
         tls: ServerTls | None,
         *,
+        grace_s: int,
         on_end: Callable[[], None],
     ) -> None:
         super().__init__(config)
         self._address = address
         self._limits = limits
         self._tls = tls
+        self._grace_s = grace_s
         self._on_end = on_end
         config.load()
         if tls is not None:
@@ -117,7 +122,23 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._on_end()
-        await super().shutdown(sockets)
+        cut = asyncio.get_running_loop().call_later(self._grace_s, self._cut)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cut.cancel()
+
+    def _cut(self) -> None:
+        """Ends what clients hold up. uvicorn would cancel the tasks behind, each with a traceback in the log."""
+        left = list(self.server_state.connections)
+        if left:
+            logger.warning(
+                "%d connections were cut: they were in use still shutdown_grace_s = %d s after the signal to end",
+                len(left),
+                self._grace_s,
+            )
+        for connection in left:
+            connection.transport.abort()
 
 
 def _allow_descriptors() -> None:

@@ -77,6 +77,30 @@ def test_orderly_end(number: signal.Signals) -> None:
         assert "Traceback" not in err
 
 
+def test_clients_that_hold_it_up_are_cut() -> None:
+    """One never ends its body, one reads no answer, one is silent: no more than the grace, and one line about it."""
+    query = b'{"model":"m","token_ids":[%b],"include_hashes":true,"block_size":1}' % b",".join([b"1"] * 1_000)
+    batch = b'{"queries":[%b]}' % b",".join([query] * 400)  # its answer: 8 MB
+    head = b"POST /v1/match/batch HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with (
+        contextlib.ExitStack() as opened,
+        serving("serve", KVINDEXER_PORT="0", KVINDEXER_SHUTDOWN_GRACE_S="1") as (process, port),
+    ):
+        for said in (head % 1_000 + b"{", head % len(batch) + batch, b""):
+            slow = opened.enter_context(socket.create_connection(("127.0.0.1", port), DEADLINE_S))
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            slow.sendall(said)
+        with connected(port) as connection:
+            connection.request("GET", "/healthz")  # read behind what the others have sent
+            assert connection.getresponse().read()
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, out) == (0, "")
+    assert "Traceback" not in err
+    assert "ERROR" not in err
+    assert "connections were cut: they were in use still shutdown_grace_s = 1 s after" in err
+
+
 def test_taken_port_is_one_sentence() -> None:
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         code, out, err = finished("serve", "--port", str(taken.getsockname()[1]))

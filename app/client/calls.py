@@ -27,7 +27,7 @@ from app.client.values import (
     Prompt,
     RouteAnswer,
 )
-from app.errors import Refused, Unresponsive
+from app.errors import UNDECODABLE, Refused, Unresponsive
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
@@ -129,7 +129,7 @@ def settle(call: Call[Answer], status: int, content: bytes, circuit: Circuit) ->
         raise Refused(status, _detail(content))
     try:
         answer = call.read(content)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         circuit.fail()
         return call.fail_open(f"the answer cannot be read: {error}")
     circuit.succeed()
@@ -150,7 +150,7 @@ def retry_after_s(response: httpx.Response) -> float:
 def _detail(content: bytes) -> str:
     try:
         problem = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNDECODABLE:
         return content[:500].decode(errors="replace")
     return str(problem.get("detail", problem)) if isinstance(problem, dict) else str(problem)
 

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from app.discovery.sightings import Sighting
 from app.endpoints import Endpoint, parse_endpoint, rank_endpoints
-from app.errors import InvalidInput, Unresponsive
+from app.errors import UNDECODABLE, InvalidInput, Unresponsive
 from app.pods import PodSpec
 from app.schemas import NAME_CHARS_MAX
 
@@ -97,7 +97,7 @@ def _read_sources(
     """(publisher and replay of rank 0, topic, ranks, notes)."""
     try:
         told = _sources_decoder.decode(answer)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise InvalidInput(f"/kv_event_sources is not what an engine answers: {error}") from error
     ranks = {int(key): source for key, source in told.items() if key.isascii() and key.isdigit()}
     if len(ranks) != len(told) or sorted(ranks) != list(range(len(told))) or not ranks:

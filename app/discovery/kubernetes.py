@@ -30,7 +30,7 @@ import httpx
 import msgspec
 
 from app.discovery.sightings import Report, Said, Sighting, parse_said, sight
-from app.errors import IndexerError, Unresponsive
+from app.errors import UNDECODABLE, IndexerError, Unresponsive
 
 PAGE_PODS = 250
 PAGE_BYTES_MAX = 64 * 1024 * 1024
@@ -161,7 +161,7 @@ class KubernetesPods:
                 body = await _body(response)
             try:
                 listed = _list_decoder.decode(body)
-            except msgspec.DecodeError as error:
+            except UNDECODABLE as error:
                 raise Unresponsive(f"{self._api_url} did not answer with a list of pods: {error}") from error
             for pod in listed.items:
                 self._take(pod, pods, ended)
@@ -195,7 +195,7 @@ class KubernetesPods:
             if change.type == "ERROR":
                 raise _refusal(_failure_decoder.decode(change.object))
             pod = _pod_decoder.decode(change.object)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise Unresponsive(f"the watch brought what is no event: {error}") from error
         self._version = pod.metadata.resource_version or self._version
         if change.type == "BOOKMARK":
@@ -267,7 +267,7 @@ class _Answer:
         try:
             said = (await response.aread())[:LINE_BYTES_MAX]
             failure = _failure_decoder.decode(said)
-        except (msgspec.DecodeError, httpx.HTTPError):
+        except (*UNDECODABLE, httpx.HTTPError):
             failure = _Failure()
         finally:
             await response.aclose()

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from app.errors import InvalidInput
+from app.errors import UNDECODABLE, InvalidInput
 
 MOONCAKE_BLOCK_TOKENS = 512
 DIGITS = 4  # tokens in which two blocks always differ
@@ -170,7 +170,7 @@ def _digits(number: int) -> array.array[int]:
 def _decode(name: str, number: int, line: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(line, type=kind)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise InvalidInput(f"{name} line {number}: {error}", field="trace") from error
 
 

@@ -10,7 +10,8 @@ What it relies on:
   heartbeats  a peer that vanished without closing is noticed within `heartbeat_timeout_s`.
   one DEALER  for each replay request: replies to a request that was given up die with its socket, unread.
 
-A source whose sockets cannot be opened is DOWN with the reason, and tried again every `reopen_interval_s`. A
+A source whose sockets cannot be opened is DOWN with the reason, and tried again every `reopen_interval_s`; so is one
+whose peer ZMQ gave up. A
 fault of our own costs every followed source a fresh start, is logged and counted, and never the thread.
 """
 
@@ -41,10 +42,16 @@ from app.pods import SourceState
 
 logger = logging.getLogger(__name__)
 
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 _MONITORED = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_ACCEPTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | _HANDSHAKE_FAILED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_DELAYED
     | zmq.EVENT_CONNECT_RETRIED
@@ -306,6 +313,7 @@ class Receiver:
 
     def _tick(self, subscription: _Subscription, _: Any, now: float) -> None:
         if subscription.reopen_at_s is not None and now >= subscription.reopen_at_s:
+            self._close(subscription, now)
             self._open(subscription, now)
         self._perform(subscription, subscription.tracker.tick(now), now)
 
@@ -377,6 +385,7 @@ class Receiver:
     def _on_monitor(self, subscription: _Subscription, event: Any, now: float) -> None:
         kind = event["event"]
         tracker = subscription.tracker
+        self._watch_for_an_end(subscription, kind, now)
         if kind in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
             subscription.connections.add(event["value"])
         elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -406,6 +415,16 @@ class Receiver:
                     f"no address for the host of {subscription.publisher}, or no descriptor left",
                 )
             subscription.resolved = False
+
+    def _watch_for_an_end(self, subscription: _Subscription, kind: int, now: float) -> None:
+        """ZMQ gives a peer up for good that breaks the protocol or sends too long a message: it says that the
+        connection ended, and not that it tries again. Then the socket is made anew."""
+        if subscription.publisher.binds:
+            return
+        if kind == zmq.EVENT_DISCONNECTED or kind & _HANDSHAKE_FAILED:
+            subscription.reopen_at_s = now + self._limits.reopen_interval_s
+        else:
+            subscription.reopen_at_s = None
 
     # -- acting
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from app.errors import InvalidInput
+from app.errors import UNDECODABLE, InvalidInput
 from app.replay.capture import Answer, Capture, Frame, Request, Reset, Send, Step, build_capture
 
 WORKLOAD_FILE = "workload.jsonl"
@@ -301,7 +301,7 @@ def _lines(path: Path, kind: Any) -> Iterator[tuple[str, Any]]:
             place = f"{path}:{number}"
             try:
                 yield place, decoder.decode(line)
-            except msgspec.DecodeError as error:
+            except UNDECODABLE as error:
                 raise InvalidInput(f"{place}: {error}", field=place) from error
 
 

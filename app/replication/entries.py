@@ -17,7 +17,7 @@ from __future__ import annotations
 import msgspec
 
 from app import hashing
-from app.errors import IndexerError
+from app.errors import UNDECODABLE, IndexerError
 from app.events import BlockRemoved, EventBatch, Tier
 from app.pods import PodSpec, SourceState
 
@@ -185,5 +185,5 @@ def decode_group(data: bytes) -> Group:
         if head.version != VERSION:
             raise UnknownEntry(f"the log has groups of version {head.version}; this indexer reads {VERSION}")
         return _groups.decode(head.group)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise UnknownEntry(f"the log has a group that cannot be read: {error}") from error

@@ -26,7 +26,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
-from app.errors import InvalidSettings, LogAway
+from app.errors import UNDECODABLE, InvalidSettings, LogAway
 
 BEGINNING = "0-0"  # the position before the first message
 BLOCK_S = 1.0  # how long a read waits for something new
@@ -80,7 +80,7 @@ class RedisLog:
             return None
         try:
             return msgspec.json.decode(found, type=Terms)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise LogAway(f"the key {key} is not of this indexer: {error}") from error
 
     async def succeed(self, before: Terms | None, terms: Terms) -> bool:

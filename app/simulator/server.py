@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from app.errors import IndexerError, InvalidInput, LimitExceeded, Overloaded, Unresponsive
+from app.errors import UNDECODABLE, IndexerError, InvalidInput, LimitExceeded, Overloaded, Unresponsive
 from app.simulator.answers import CHAT, COMPLETION, Answer, json_response
 from app.simulator.bodies import (
     ChatBody,
@@ -220,7 +220,7 @@ async def _read(request: Request, kind: type[Body]) -> Body:
             raise LimitExceeded(f"a body has at most {BODY_BYTES_MAX} bytes", bound="BODY_BYTES_MAX")
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         raise InvalidInput(str(error)) from error
 
 

@@ -18,7 +18,7 @@ from typing import BinaryIO
 import msgspec
 import zstandard
 
-from app.errors import SnapshotRefused
+from app.errors import UNDECODABLE, SnapshotRefused
 from app.hashing import digest
 from app.saved_state import SavedState
 
@@ -91,7 +91,7 @@ class FrameDecoder:
             raise SnapshotRefused("is damaged: its end is missing")
         try:
             return msgspec.msgpack.decode(self._state, type=SavedState)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise SnapshotRefused(f"does not say what it holds: {error}") from error
 
     def _begin(self, piece: BinaryIO) -> int:

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import msgspec
 from redis.exceptions import RedisClusterException, RedisError
 
-from app.errors import SnapshotRefused, StoreFailed
+from app.errors import UNDECODABLE, SnapshotRefused, StoreFailed
 from app.saved_state import SavedState
 from app.snapshots.frames import FrameDecoder, FrameEncoder
 
@@ -129,7 +129,7 @@ class RedisStore:
             return None
         try:
             return msgspec.json.decode(found, type=Placed)
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             raise StoreFailed(f"{self.key(name)} is not of an indexer: {error}") from error
 
     def key(self, *parts: str | int) -> str:

@@ -568,6 +568,46 @@ def test_an_impossible_endpoint_is_told_and_stops_nobody(
     asyncio.run(run())
 
 
+def test_an_engine_behind_something_that_was_none_is_followed(publishers: Callable[..., Publisher]) -> None:
+    """Something else had its port, and broke the protocol: ZMQ gives such a peer up for good, the ingest does not."""
+    publisher = publishers()
+    publisher.publish(2)
+
+    async def run() -> None:
+        with scene() as at, socket.create_server(("127.0.0.1", 0)) as other:
+            port = other.getsockname()[1]
+            at.ingest.pod_added(spec(publisher, zmq_endpoint=f"tcp://127.0.0.1:{port}"))
+            connection, _ = await asyncio.to_thread(other.accept)
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64))
+                other.close()
+                await asyncio.to_thread(connection.recv, 65_536)
+            engine = publishers(port=port)
+            engine.publish(3)
+            await at.until(lambda: at.ledger.state() is not SourceState.DOWN, "followed")
+
+    asyncio.run(run())
+
+
+def test_a_message_that_is_too_long_ends_its_connection_and_no_more(
+    publishers: Callable[..., Publisher],
+) -> None:
+    publisher = publishers()
+    publisher.publish(2)
+    settings = dataclasses.replace(SETTINGS, sockets=dataclasses.replace(SOCKETS, message_bytes_max=100_000))
+
+    async def run() -> None:
+        with scene(settings) as at:
+            at.ingest.pod_added(spec(publisher))
+            await at.until_exact(publisher)
+            publisher.publish_raw([b"", (2).to_bytes(8, "big"), bytes(100_001)])
+            await at.until_state(SourceState.DOWN)
+            publisher.publish(3)
+            await at.until_exact(publisher)
+
+    asyncio.run(run())
+
+
 def test_a_writer_that_refuses_one_pod_is_fed_the_others(publishers: Callable[..., Publisher]) -> None:
     refused, other = publishers(), publishers()
     refused.publish(2)

@@ -1,21 +1,18 @@
 """The only place where things are wired together: settings in, an ASGI application out.
 
 The event loop's thread is the one writer. The ZMQ ingest receives on a thread of its own and hands whole
-batches to the loop; a timer gives the service its slices of expiry. Start: pods are registered before the first request
-is served, so a router never sees an indexer that does not know its own configuration; while a snapshot is read, only
-probes are answered. End: requests are finished, streams left, then the last snapshot is written.
+batches to the loop; a timer gives the service its slices of expiry. Pods are registered before the first request is
+served, so a router never sees an indexer that does not know its own configuration. How the parts start and end is
+in app/lifecycle.py.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import dataclasses
 import functools
-import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +56,8 @@ from app.ingest.registry import parse_pod, read_pods_file
 from app.ingest.sequence import SequenceLimits
 from app.ingest.vllm import decode_batch
 from app.ingest.zmq import ZmqIngest, ZmqSettings
-from app.key_ring import KeyRing, key_ring
+from app.key_ring import key_ring
+from app.lifecycle import Parts, running
 from app.loads import Loads
 from app.metrics import Figures, Metrics
 from app.pods import PodSpec
@@ -70,15 +68,28 @@ from app.snapshots.file import FileStore
 from app.snapshots.keeper import SnapshotKeeper
 from app.start import Start
 from app.tokenizer.front import Tokenizer
-from app.tracing import Spans, open_spans
+from app.tracing import open_spans
 from app.writers import DirectWriter, Writer
 
 if TYPE_CHECKING:
     from app.replication.replica import Replica
 
-logger = logging.getLogger(__name__)
-
 DESCRIPTION = "Which pod already holds the KV cache of the longest leading part of a prompt?"
+
+
+RESOURCES = (
+    events,
+    match,
+    fuzzy,
+    owners,
+    route,
+    prefixes,
+    pods,
+    operations,
+    streams,
+    compatibility,
+    compatible_queries,
+)
 
 
 class Application(FastAPI):
@@ -143,29 +154,8 @@ def create_app(
             clock=clock,
         )
     )
-    decode = functools.partial(_decode, metrics)
-    if replica is None:
-        ingest = ZmqIngest(service, _zmq_settings(settings), decode=decode)
-        service.listeners.append(ingest)
-    else:
-        ingest = ZmqIngest(
-            replica.feed(),
-            _zmq_settings(settings),
-            decode=decode,
-            on_grant=True,
-            is_blocked=replica.is_blocked,
-        )
-        replica.on_room(ingest.unblocked)
-        replica.following.attach(ingest)
-        service.listeners.append(replica.following)
-    for spec in specs:
-        try:
-            if replica is None:
-                service.register(spec)
-            else:
-                service.check_spec(spec)
-        except IndexerError as error:
-            raise InvalidSettings(f"pod {spec.name!r}: {error}") from error
+    ingest = _ingest(settings, service, replica, metrics)
+    _register(service, replica, specs)
     spans = open_spans(settings)
     readiness = Readiness(
         service,
@@ -184,26 +174,27 @@ def create_app(
         clock=clock,
     )
     start = Start()
+    parts = Parts(
+        settings=settings,
+        service=service,
+        specs=specs,
+        start=start,
+        keys=keys,
+        snapshots=snapshots,
+        replica=replica,
+        ingest=ingest,
+        loads=loads,
+        discovery=discovery,
+        readiness=readiness,
+        tokenizer=tokenizer,
+        metrics=metrics,
+        spans=spans,
+    )
     app = Application(
         title="kvindexer",
         version=__version__,
         description=DESCRIPTION,
-        lifespan=lambda _app: _lifespan(
-            settings,
-            service,
-            ingest,
-            metrics,
-            readiness,
-            loads,
-            tokenizer,
-            snapshots,
-            discovery,
-            start,
-            spans,
-            replica,
-            specs,
-            keys,
-        ),
+        lifespan=lambda _app: running(parts),
     )
     app.start = start
     wiring = Wiring(
@@ -220,19 +211,7 @@ def create_app(
         discovery.stats,
     )
     attach(app, wiring)
-    for resource in (
-        events,
-        match,
-        fuzzy,
-        owners,
-        route,
-        prefixes,
-        pods,
-        operations,
-        streams,
-        compatibility,
-        compatible_queries,
-    ):
+    for resource in RESOURCES:
         app.include_router(resource.router)
     # From the inside out. What must hold for every request (keys and rates, where there are any; metrics) stands
     # outside of the short way, so that no request can go around it.
@@ -289,6 +268,40 @@ def _pods_of_file(path: Path | None) -> list[PodSpec]:
     return [dataclasses.replace(spec, discovered_by=place_of(path)) for spec in read_pods_file(path)]
 
 
+def _register(service: IndexerService, replica: Replica | None, specs: list[PodSpec]) -> None:
+    """The configured pods; with a log they are checked now, and registered through it when it is read."""
+    for spec in specs:
+        try:
+            if replica is None:
+                service.register(spec)
+            else:
+                service.check_spec(spec)
+        except IndexerError as error:
+            raise InvalidSettings(f"pod {spec.name!r}: {error}") from error
+
+
+def _ingest(
+    settings: Settings, service: IndexerService, replica: Replica | None, metrics: Metrics
+) -> ZmqIngest:
+    """Follows every pod or, with a log, those whose lease this replica has."""
+    decode = functools.partial(_decode, metrics)
+    if replica is None:
+        ingest = ZmqIngest(service, _zmq_settings(settings), decode=decode)
+        service.listeners.append(ingest)
+        return ingest
+    ingest = ZmqIngest(
+        replica.feed(),
+        _zmq_settings(settings),
+        decode=decode,
+        on_grant=True,
+        is_blocked=replica.is_blocked,
+    )
+    replica.on_room(ingest.unblocked)
+    replica.following.attach(ingest)
+    service.listeners.append(replica.following)
+    return ingest
+
+
 def _decode(metrics: Metrics, payload: bytes, *, block_size: int | None = None) -> EventBatch:
     batch = decode_batch(payload, block_size=block_size)
     if batch.ts is not None:
@@ -315,70 +328,3 @@ def _replica(
     from app.replication.replica import Replica
 
     return Replica(settings, service, index, contents)
-
-
-@contextlib.asynccontextmanager
-async def _lifespan(
-    settings: Settings,
-    service: IndexerService,
-    ingest: ZmqIngest,
-    metrics: Metrics,
-    readiness: Readiness,
-    loads: Loads,
-    tokenizer: Tokenizer,
-    snapshots: SnapshotKeeper | None,
-    discovery: Discovery,
-    start: Start,
-    spans: Spans | None,
-    replica: Replica | None,
-    specs: list[PodSpec],
-    keys: KeyRing,
-) -> AsyncIterator[None]:
-    keys.start()
-
-    async def begin() -> None:
-        if snapshots is not None:
-            for spec in await snapshots.restore():
-                readiness.wait_for(spec)
-            snapshots.start()
-        if replica is not None:
-            replica.start(specs)
-        ingest.start()
-        loads.start()
-        discovery.start()
-        readiness.begin()
-
-    await start.run(begin(), aside=snapshots is not None)
-    timer = asyncio.create_task(_tick(service, metrics, start, settings.sweep_interval_s), name="tick")
-    try:
-        yield
-    finally:
-        await start.stop()
-        timer.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await timer
-        await discovery.stop()
-        await keys.stop()
-        await loads.stop()
-        await tokenizer.close()
-        if replica is not None:
-            await replica.following.stop()
-        ingest.stop()
-        if replica is not None:
-            await replica.stop(settings.shutdown_grace_s)
-        if snapshots is not None and start.is_over:
-            await snapshots.stop(settings.snapshot_grace_s)
-        if spans is not None:
-            await asyncio.to_thread(spans.close)
-
-
-async def _tick(service: IndexerService, metrics: Metrics, start: Start, interval_s: float) -> None:
-    while True:
-        await asyncio.sleep(interval_s)
-        if not start.is_over:
-            continue
-        try:
-            service.tick()
-        except Exception:  # the outermost loop of this task: it must outlive one bad slice, and say so
-            logger.exception("a timer slice failed")
-            metrics.observe_failed_tick()

@@ -1,0 +1,112 @@
+"""The parts of a running service, how they start, and how they end.
+
+Start: keys first; then what is to be known before the first answer (a snapshot, the pods); then whatever hears and
+asks. While a snapshot is read, probes are answered already (app/start.py). End, in the other order: nothing new comes
+in, leases are given up so that another replica goes on at once, what is under way is finished, and the last snapshot
+is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from app.config import Settings
+from app.discovery.discovery import Discovery
+from app.ingest.zmq import ZmqIngest
+from app.key_ring import KeyRing
+from app.loads import Loads
+from app.metrics import Metrics
+from app.pods import PodSpec
+from app.readiness import Readiness
+from app.service import IndexerService
+from app.snapshots.keeper import SnapshotKeeper
+from app.start import Start
+from app.tokenizer.front import Tokenizer
+from app.tracing import Spans
+
+if TYPE_CHECKING:
+    from app.replication.replica import Replica
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """`snapshots` are those in a file, and there are none beside a `replica`; `specs` are the configured pods."""
+
+    settings: Settings
+    service: IndexerService
+    specs: list[PodSpec]
+    start: Start
+    keys: KeyRing
+    snapshots: SnapshotKeeper | None
+    replica: Replica | None
+    ingest: ZmqIngest
+    loads: Loads
+    discovery: Discovery
+    readiness: Readiness
+    tokenizer: Tokenizer
+    metrics: Metrics
+    spans: Spans | None
+
+
+@contextlib.asynccontextmanager
+async def running(parts: Parts) -> AsyncIterator[None]:
+    """The service runs inside."""
+    parts.keys.start()
+    await parts.start.run(_begin(parts), aside=parts.snapshots is not None)
+    timer = asyncio.create_task(_tick(parts), name="tick")
+    try:
+        yield
+    finally:
+        await parts.start.stop()
+        timer.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await timer
+        await _end(parts)
+
+
+async def _begin(parts: Parts) -> None:
+    if parts.snapshots is not None:
+        for spec in await parts.snapshots.restore():
+            parts.readiness.wait_for(spec)
+        parts.snapshots.start()
+    if parts.replica is not None:
+        parts.replica.start(parts.specs)
+    parts.ingest.start()
+    parts.loads.start()
+    parts.discovery.start()
+    parts.readiness.begin()
+
+
+async def _end(parts: Parts) -> None:
+    await parts.discovery.stop()
+    await parts.keys.stop()
+    await parts.loads.stop()
+    await parts.tokenizer.close()
+    if parts.replica is not None:
+        await parts.replica.following.stop()
+    parts.ingest.stop()
+    if parts.replica is not None:
+        await parts.replica.stop(parts.settings.shutdown_grace_s)
+    if parts.snapshots is not None and parts.start.is_over:
+        await parts.snapshots.stop(parts.settings.snapshot_grace_s)
+    if parts.spans is not None:
+        await asyncio.to_thread(parts.spans.close)
+
+
+async def _tick(parts: Parts) -> None:
+    while True:
+        await asyncio.sleep(parts.settings.sweep_interval_s)
+        if not parts.start.is_over:
+            continue
+        try:
+            parts.service.tick()
+        except Exception:  # the outermost loop of this task: it must outlive one bad slice, and say so
+            logger.exception("a timer slice failed")
+            parts.metrics.observe_failed_tick()

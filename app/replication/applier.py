@@ -5,6 +5,7 @@ so what is decided here must follow from the log alone. No clock, no setting tha
 Left out, and counted, are
 
     groups that came before   an append whose answer was lost is sent again; (replica, number) tells
+    groups that came early    Redis lost the one before, which nobody has applied; their replica sends both again
     fenced entries            of a followed stream, from a replica whose lease of the pod has passed to another
 
 A group is applied at one go, so a position is always between two groups. What `LogState` holds is all that a
@@ -90,6 +91,7 @@ class Applier:
             "applied_groups": 0,
             "applied_entries": 0,
             "repeated_groups": 0,
+            "early_groups": 0,
             "fenced_entries": 0,
             "refused_entries": 0,
             "faults": 0,
@@ -110,7 +112,12 @@ class Applier:
     def apply(self, partition: int, position: str, data: bytes) -> None:
         """Raises UnknownEntry, with nothing changed."""
         group = decode_group(data)
-        if self._is_new(partition, group):
+        if group.follows > self.state.numbers[partition].get(group.replica, 0):
+            self.counts["early_groups"] += 1
+            logger.error(
+                "partition %d: Redis lost what %s had appended; it comes again", partition, group.replica
+            )
+        elif self._is_new(partition, group):
             outcomes = [self._outcome(partition, position, entry) for entry in group.entries]
             self.counts["applied_groups"] += 1
             if group.replica == self._replica:

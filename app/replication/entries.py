@@ -1,8 +1,9 @@
 """What stands in the log: groups of entries, as msgpack arrays.
 
 A group is what one replica appended at once to one partition: its format's version, the replica, a number that
-ascends by one from group to group of that replica in that partition, and the entries in order. An answer to an
-append can be lost, so a group can come twice; by its number the second is known.
+ascends by one from group to group of that replica in that partition, the entries in order, and the number of the
+group that must have come before it. An answer to an append can be lost, so a group can come twice; by its number
+the second is known. Redis can lose what it has taken, so a group can come before one that has to be sent again.
 
 Everything that changes the picture is an entry, and nothing else is. An entry says what was accepted, not what came
 of it: duplicates, gaps and restarts are decided when it is applied, which every replica does at the same place of the
@@ -149,6 +150,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     replica: str
     number: int
     entries: tuple[AnyEntry, ...]
+    follows: int = 0  # not before this number; 0: all that was before had been applied by its replica
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True):
@@ -172,9 +174,10 @@ def encode_entry(entry: AnyEntry) -> bytes:
     return _encoder.encode(entry)
 
 
-def encode_group(replica: str, number: int, entries: list[bytes]) -> bytes:
+def encode_group(replica: str, number: int, entries: list[bytes], *, follows: int) -> bytes:
     """`entries` are encoded already."""
-    group = _encoder.encode((replica, number, tuple(msgspec.Raw(entry) for entry in entries)))
+    raw = tuple(msgspec.Raw(entry) for entry in entries)
+    group = _encoder.encode((replica, number, raw, follows))
     return _encoder.encode((VERSION, msgspec.Raw(group)))
 
 

@@ -3,9 +3,9 @@
 While Redis is away the picture stays as it is and is served, and its pods' rows say that they are degraded and why; on
 return reading goes on from the position. Before that,
 and at the start, it is made sure that this can be (generations.py). Until it can, nothing more is applied, the
-partition says so (`trouble`), the replica is not ready, and it looks again from time to time. Trimming takes nothing
-away that is younger than `keep_s`; whoever had not read to the end in that time looks after each read whether it
-was passed.
+partition says so (`trouble`), the replica is not ready, and it looks again from time to time. Each read asks whether
+the group that was applied last is still there: if not, Redis lost it, or it was trimmed. Who has read nothing yet
+asks whether the beginning was trimmed, unless it found the end lately: what is younger than `keep_s` is not trimmed.
 
 Groups are applied in slices of SLICE_S, so that queries wait for a slice at most, and for one group at least.
 """
@@ -23,7 +23,7 @@ from app.errors import LogAway
 from app.replication.applier import Applier
 from app.replication.entries import UnknownEntry
 from app.replication.generations import LogBroken
-from app.replication.redis_log import GROUPS_PER_READ, RedisLog, order
+from app.replication.redis_log import BEGINNING, GROUPS_PER_READ, RedisLog, order
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,12 @@ class PartitionState:
     caught_up: bool = False  # all that was there at the last look has been applied
     trouble: str = "the log has not been read yet"  # "" while it is being read
     away_since_s: float | None = None  # Unix time; None: rows do not say so
+
+
+class Ended(Protocol):
+    """Outbox.has_ended."""
+
+    def __call__(self, partition: int, began_s: float) -> None: ...
 
 
 class Places(Protocol):
@@ -67,11 +73,13 @@ class Follower:
         *,
         partitions: int,
         keep_s: float,
+        ended: Ended,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._log = log
         self._applier = applier
         self._places = places
+        self._ended = ended
         self._keep_s = keep_s
         self._interruptions = 0
         self._wall = wall
@@ -148,13 +156,15 @@ class Follower:
     async def _read(self, partition: int, state: PartitionState, interruptions: int) -> None:
         position = self._applier.state.positions[partition]
         began_s = time.monotonic()
-        groups = await self._log.read(partition, position, wait=state.caught_up)
-        # What is young is not trimmed: only who had not read to the end lately can have been passed by it.
-        is_sure = state.caught_up and began_s - state.caught_up_s < self._keep_s / 2
-        if groups and not is_sure and not await self._places.is_whole(partition):
-            raise LogBroken(f"the log was trimmed past {position}")
+        groups, is_whole = await self._log.read(partition, position, wait=state.caught_up)
+        if position == BEGINNING:
+            # What is young is not trimmed: only who had not read to the end lately can have been passed by it.
+            is_sure = state.caught_up and began_s - state.caught_up_s < self._keep_s / 2
+            is_whole = not groups or is_sure or await self._places.is_whole(partition)
         if self._interruptions != interruptions:
             raise _Interrupted
+        if not is_whole:
+            raise LogBroken(f"the log was trimmed past {position}, or lost it")
         state.caught_up = False
         slice_ends_s = time.perf_counter() + SLICE_S
         for position, data in groups:
@@ -167,7 +177,9 @@ class Follower:
                     raise _Interrupted
                 slice_ends_s = time.perf_counter() + SLICE_S
         state.caught_up = len(groups) < GROUPS_PER_READ
-        state.caught_up_s = began_s if state.caught_up else state.caught_up_s
+        if state.caught_up:
+            state.caught_up_s = began_s
+            self._ended(partition, began_s)
         if state.caught_up and state.away_since_s is not None:
             state.away_since_s = None
             self._applier.set_away(partition, "")

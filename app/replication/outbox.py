@@ -5,6 +5,10 @@ time, with whatever came meanwhile: no entry waits for company, and under load g
 whose answer did not come is sent again unchanged, because the log may have it or not; whoever reads it knows a
 group by its number.
 
+A Redis that restarts or fails over can lose what it had answered for, and its client may not notice. So each group
+names the one before it while that has not come back, and readers leave out what comes without it; and whatever was
+appended before a read began that found the end of the log, and did not come, is sent again, in order.
+
 An entry leaves the outbox when it has been read from the log and applied here, which is when its sender is answered
 and its bytes count no more.
 """
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -36,9 +41,16 @@ class Sending:
 
 
 @dataclasses.dataclass(slots=True)
+class _Sent:
+    sendings: list[Sending]
+    data: bytes
+    appended_s: float | None = None  # monotonic: when the log had answered
+
+
+@dataclasses.dataclass(slots=True)
 class _Queue:
     waiting: deque[Sending] = dataclasses.field(default_factory=deque)
-    sent: dict[int, tuple[list[Sending], bytes]] = dataclasses.field(default_factory=dict)  # by number
+    sent: dict[int, _Sent] = dataclasses.field(default_factory=dict)  # by number, ascending
     again: deque[int] = dataclasses.field(default_factory=deque)  # numbers of groups to be sent once more
     number: int = 0
     arrived: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
@@ -70,7 +82,13 @@ class Outbox:
         self.room_listeners: list[
             Callable[[], None]
         ] = []  # told when there is room again after there was none
-        self.counts = {"appended_groups": 0, "appended_entries": 0, "append_failures": 0, "outbox_refused": 0}
+        self.counts = {
+            "appended_groups": 0,
+            "appended_entries": 0,
+            "append_failures": 0,
+            "lost_groups": 0,
+            "outbox_refused": 0,
+        }
 
     @property
     def is_full(self) -> bool:
@@ -113,8 +131,8 @@ class Outbox:
 
     def settle(self, partition: int, number: int, outcomes: Sequence[object]) -> None:
         """A group of ours has been applied; an outcome that is an exception is raised to its sender."""
-        sent, _ = self._queues[partition].sent.pop(number, ([], b""))
-        for sending, outcome in zip(sent, outcomes, strict=False):
+        sent = self._queues[partition].sent.pop(number, None)
+        for sending, outcome in zip(() if sent is None else sent.sendings, outcomes, strict=False):
             self._leave(sending)
             if sending.answer is None or sending.answer.done():
                 continue
@@ -129,9 +147,26 @@ class Outbox:
         queue = self._queues[partition]
         unknown = LogAway("it was changed, and what came of it cannot be told: the log was lost meanwhile")
         for number in [number for number in queue.sent if number <= known]:
-            self.settle(partition, number, [unknown] * len(queue.sent[number][0]))
-        queue.again = deque(sorted(queue.sent))
+            self.settle(partition, number, [unknown] * len(queue.sent[number].sendings))
+        follows = 0  # what was before has been applied here, or is gone with a log that nobody reads any more
+        for number, sent in queue.sent.items():
+            sent.data = self._encode(number, sent.sendings, follows)
+            sent.appended_s = None
+            follows = number
+        queue.again = deque(queue.sent)
         queue.arrived.set()
+
+    def has_ended(self, partition: int, began_s: float) -> None:
+        """A read that began then (monotonic) found the end of the log: what the log had before, has been applied."""
+        sent = self._queues[partition].sent.values()
+        lost = sum(one.appended_s is not None and one.appended_s < began_s for one in sent)
+        if lost:
+            self.counts["lost_groups"] += lost
+            self.send_again(partition)
+
+    def _encode(self, number: int, sendings: list[Sending], follows: int) -> bytes:
+        entries = [sending.entry for sending in sendings]
+        return encode_group(self._replica, number, entries, follows=follows)
 
     def _leave(self, sending: Sending) -> None:
         self.bytes -= len(sending.entry)
@@ -154,28 +189,30 @@ class Outbox:
             if queue.again:
                 number = queue.again.popleft()
                 if number in queue.sent:
-                    await self._send(partition, queue, number, queue.sent[number][1])
+                    await self._send(partition, queue, number)
                 continue
             group = _take_group(queue)
             queue.number += 1
-            data = encode_group(self._replica, queue.number, [sending.entry for sending in group])
-            queue.sent[queue.number] = group, data
-            await self._send(partition, queue, queue.number, data)
+            data = self._encode(queue.number, group, follows=next(reversed(queue.sent), 0))
+            queue.sent[queue.number] = _Sent(group, data)
+            await self._send(partition, queue, queue.number)
             self.counts["appended_groups"] += 1
             self.counts["appended_entries"] += len(group)
 
-    async def _send(self, partition: int, queue: _Queue, number: int, data: bytes) -> None:
+    async def _send(self, partition: int, queue: _Queue, number: int) -> None:
         failures = 0
         # Not in `sent`: it was read from the log, an answer was lost, and no more. In `again`: its turn will come.
         while number in queue.sent and number not in queue.again:
+            sent = queue.sent[number]
             try:
-                await self._append(partition, data)
+                await self._append(partition, sent.data)
             except LogAway as error:
                 self.counts["append_failures"] += 1
                 queue.trouble = str(error)
                 await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
                 failures += 1
             else:
+                sent.appended_s = time.monotonic()
                 break
         queue.trouble = ""
 

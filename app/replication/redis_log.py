@@ -122,18 +122,24 @@ class RedisLog:
             position = await self._writer.xadd(self._stream(partition), {_FIELD: group})
         return _text(position)
 
-    async def read(self, partition: int, after: str, *, wait: bool) -> list[tuple[str, bytes]]:
-        """(position, group) of what comes next; nothing when there is nothing, and with `wait` for BLOCK_S."""
+    async def read(self, partition: int, after: str, *, wait: bool) -> tuple[list[tuple[str, bytes]], bool]:
+        """(position, group) of what comes next; nothing when there is nothing, and with `wait` for BLOCK_S. And whether
+        `after` itself was still there, asked on the same connection behind: then nothing between is missing, however
+        often Redis was another one before."""
         stream = self._stream(partition)
         block = int(BLOCK_S * 1000) if wait else None
         async with _away_is_told():
-            found = await self._reader.xread({stream: after}, count=GROUPS_PER_READ, block=block)
-        return [
+            both = self._reader.pipeline(transaction=False)
+            both.xread({stream: after}, count=GROUPS_PER_READ, block=block)
+            both.xrange(stream, after, after, count=1)
+            found, itself = await both.execute()
+        groups = [
             (_text(position), fields[_FIELD])
             for _, messages in found or ()
             for position, fields in messages
             if fields is not None and _FIELD in fields
         ]
+        return groups, bool(itself)
 
     async def has(self, partition: int, position: str) -> bool:
         """The message at this position is there."""

@@ -70,7 +70,7 @@ class Replica:
             incarnation,
             partitions,
             bytes_max=settings.redis_outbox_bytes_max,
-            append=self.log.append,
+            append=self._append,
             landed=coder.land,
         )
         self.applier = Applier(service, incarnation, partitions, settle=self._outbox.settle)
@@ -107,7 +107,12 @@ class Replica:
             interval_s=settings.snapshot_interval_s,
         )
         self._follower = Follower(
-            self.log, self.applier, self._generations, partitions=partitions, keep_s=settings.redis_keep_s
+            self.log,
+            self.applier,
+            self._generations,
+            partitions=partitions,
+            keep_s=settings.redis_keep_s,
+            ended=self._outbox.has_ended,
         )
         self._generations.interrupt = self._follower.interrupt
         self._snapshot_interval_s = settings.snapshot_interval_s
@@ -164,6 +169,12 @@ class Replica:
             _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
         self._tasks.clear()
         await self.log.close()
+
+    async def _append(self, partition: int, group: bytes) -> str:
+        if self.applier.state.log != self.log.number:
+            # Before it is known what the picture has of ours, nothing new may come before what must be sent again.
+            raise LogAway("the place in the log is being looked for")
+        return await self.log.append(partition, group)
 
     def _spawn(self, work: Any, name: str) -> None:
         self._tasks.append(asyncio.create_task(self._outlive(work, name), name=name))

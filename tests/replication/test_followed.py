@@ -8,8 +8,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
+import msgspec
 
 from app.config import Settings
 from app.index.prefix_index import PrefixIndex
@@ -17,8 +19,9 @@ from app.ingest.vllm import decode_batch
 from app.pods import PodSpec
 from app.service import IndexerService, index_limits
 from tests.ingest.publisher import Publisher
+from tests.replication.questions import Questions
 from tests.replication.redis_server import RedisServer
-from tests.replication.test_replicas import agree, depths, is_ready, stats, wait_until
+from tests.replication.test_replicas import agree, depths, is_ready, post, stats, wait_until
 from tests.test_serving import serving
 
 DEADLINE_S = 30.0
@@ -36,7 +39,7 @@ HASTY = {
 class Replica:
     """A process, and a way to end it in the middle of the test."""
 
-    def __init__(self, url: str, number: int, *arguments: str) -> None:
+    def __init__(self, url: str, number: int, *arguments: str, **settings: str) -> None:
         self._way = contextlib.ExitStack()
         self.process: subprocess.Popen[str]
         self.process, port = self._way.enter_context(
@@ -47,7 +50,7 @@ class Replica:
                 *arguments,
                 KVINDEXER_REDIS_URL=url,
                 KVINDEXER_REPLICA_ID=f"replica-{number}",
-                **HASTY,
+                **{**HASTY, **settings},
             )
         )
         self.http = self._way.enter_context(
@@ -81,8 +84,15 @@ class Fleet:
         self._started = 0
         self.publishers = {f"pod-{number}": Publisher() for number in range(sources)}
         self.replicas: list[Replica] = []
+        self.posted: dict[str, list[dict[str, Any]]] = {}  # pod -> events, one a batch
 
-    def start(self, count: int = 1, *, url: str | None = None) -> list[Replica]:
+    def post(self, http: httpx.Client, pod: str, event: dict[str, Any]) -> None:
+        """With the next number of the pod."""
+        events = self.posted.setdefault(pod, [])
+        post(http, pod, event, seq=len(events))
+        events.append(event)
+
+    def start(self, count: int = 1, *, url: str | None = None, **settings: str) -> list[Replica]:
         pods = [
             argument
             for name, publisher in self.publishers.items()
@@ -93,7 +103,7 @@ class Fleet:
             )
         ]
         for _ in range(count):
-            self.replicas.append(Replica(url or self._url, self._started, *pods))
+            self.replicas.append(Replica(url or self._url, self._started, *pods, **settings))
             self._started += 1
         return self.replicas[-count:]
 
@@ -117,19 +127,21 @@ class Fleet:
             service.register(PodSpec(name, "m"))
             for seq, payload in enumerate(publisher.batches):
                 service.apply(name, 0, decode_batch(payload), seq=seq)
+        for name, events in self.posted.items():
+            for seq, event in enumerate(events):
+                batch = decode_batch(msgspec.msgpack.encode([0.0, [event], 0]))
+                service.post(name, batch, model="m", dp_rank=0, seq=seq, lora=None)
         found = service.stats()
         return found["digest"], found["totals"]["stored_blocks"]
 
     def until_exact(self, within_s: float = DEADLINE_S) -> None:
         """Every replica has the picture of the reference, all sources live, no block counted twice."""
         digest, blocks = self.reference()
+        live = len(self.publishers) + len(self.posted)
         began_s = time.monotonic()
         while True:
             found = [stats(http) for http in self.clients]
-            if all(
-                one["digest"] == digest and one["sources"].get("live") == len(self.publishers)
-                for one in found
-            ):
+            if all(one["digest"] == digest and one["sources"].get("live") == live for one in found):
                 break
             told = [
                 (one["digest"] == digest, one["sources"], one["totals"], one["replication"]) for one in found
@@ -182,22 +194,33 @@ def test_the_holder_is_killed_under_load(redis_server: RedisServer) -> None:
 
 
 def test_a_rolling_restart(redis_server: RedisServer) -> None:
-    with fleet(redis_server.url, 4) as all_:
+    with fleet(redis_server.url, 4) as all_, Questions(all_.publishers) as questions:
         all_.publish(10)
         all_.start(2)
         wait_until(lambda: all(map(is_ready, all_.clients)), "ready")
         all_.until_exact()
+        questions.of(all_.clients)
         for replica in list(all_.replicas):
             all_.publish(10)
             all_.start()
             wait_until(lambda: is_ready(all_.replicas[-1].http), "the new one is ready")
-            asked = [name for name, _ in zip(range(1, 11), range(10), strict=True)]
-            assert all(depths(all_.replicas[-1].http, name) for name in asked), "ready, and not empty"
+            others = [each.http for each in all_.replicas if each is not replica]
+            assert all(depths(others[-1], name) for name in range(1, 11)), "ready, and not empty"
+            questions.of(others)
+            all_.publish(5)
             replica.leave()
             all_.forget(replica)
-            all_.publish(10)
+            all_.publish(5)
             all_.until_exact(EXACT_S)
+            published = {name: len(publisher.batches) for name, publisher in all_.publishers.items()}
+            for http in others:
+                for name in range(1, max(published.values()) + 2):
+                    truth = {pod: 1 for pod, count in published.items() if count >= name}
+                    assert depths(http, name) == truth, "quiet, and just what the engines have"
         assert len(all_.replicas) == 2
+        assert not questions.wrong
+        asked_of = {str(http.base_url) for http in all_.clients}
+        assert asked_of < questions.answers.keys(), "those that stayed, and those that left"
 
 
 def test_a_pod_that_nobody_follows_is_down(redis_server: RedisServer) -> None:

@@ -2,7 +2,10 @@
 # Two stages: a compiler and the sources build a virtual environment, and only that goes into the image.
 # It runs as nobody in particular, writes nothing but /tmp, and needs no capability.
 
-FROM python:3.12.8-slim-bookworm AS build
+# The tag can move: --build-arg BASE=python:3.12.8-slim-bookworm@sha256:... pins what was looked at.
+ARG BASE=python:3.12.8-slim-bookworm
+
+FROM ${BASE} AS build
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends g++=4:12.2.0-3 \
  && rm -rf /var/lib/apt/lists/*
@@ -16,7 +19,7 @@ COPY app app
 ENV PIP_CONSTRAINT=/src/deploy/constraints.txt PIP_BUILD_CONSTRAINT=/src/deploy/constraints.txt
 RUN /opt/kvindexer/bin/pip install --no-cache-dir --compile .
 
-FROM python:3.12.8-slim-bookworm
+FROM ${BASE}
 COPY --from=build /opt/kvindexer /opt/kvindexer
 ENV PATH=/opt/kvindexer/bin:$PATH \
     PYTHONUNBUFFERED=1 \

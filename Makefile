@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := $(wildcard native/*.hpp native/*.cpp) CMakeLists.txt
-NATIVE_TESTS := tests/index tests/fuzzy tests/api/test_fuzzy.py tests/test_service.py tests/test_json_cut.py tests/api/test_short_way.py
+NATIVE_TESTS := tests/index tests/fuzzy tests/api/test_fuzzy.py tests/test_service.py tests/test_json_cut.py tests/api/test_short_way.py \
+  tests/test_wire.py tests/ingest/test_wire_payload.py
 CPP_FILES := $(wildcard native/*.hpp native/*.cpp)
 
-.PHONY: demo serve test sanitize check bench fmt clean
+.PHONY: demo serve test sanitize check bench audit sbom fmt clean
 
 $(VENV)/.dependencies: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -22,7 +23,7 @@ $(STAMP): $(VENV)/.dependencies $(NATIVE)
 # First the answers checked against what real engines reused, then a minute of simulated pods and traffic.
 demo: $(STAMP)
 	$(BIN)/kvindexer replay tests/data/captures/v0.32.0-workload
-	$(BIN)/kvindexer demo --seconds $(or $(SECONDS),60)
+	$(BIN)/kvindexer demo --seconds $(or $(SECONDS),60) $(if $(PICTURE),--picture $(PICTURE))
 
 serve: $(STAMP)
 	$(BIN)/kvindexer serve
@@ -32,13 +33,14 @@ test: $(STAMP) sanitize
 
 # The native core and all that calls it directly, under the address and undefined-behaviour sanitizers.
 SANITIZED := build/sanitize
+SANITIZERS = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+  ASAN_OPTIONS=detect_leaks=0 KVINDEXER_TEST_CORE="$$(ls $(SANITIZED)/_native.*.so)"
 sanitize: $(STAMP)
 	@$(BIN)/cmake -G Ninja -S . -B $(SANITIZED) -DKVINDEXER_SANITIZE=ON -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >/dev/null
 	@$(BIN)/cmake --build $(SANITIZED) >/dev/null
-	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0 KVINDEXER_TEST_CORE="$$(ls $(SANITIZED)/_native.*.so)" \
-	  $(BIN)/python -m pytest -q $(NATIVE_TESTS)
+	$(SANITIZERS) $(BIN)/python -m pytest -q $(NATIVE_TESTS)
+	$(SANITIZERS) PYTHONMALLOC=malloc RAW_BYTES_EXAMPLES=500 $(BIN)/python -m pytest -q tests/test_raw_bytes.py
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.prefix_index
@@ -52,6 +54,22 @@ check: $(STAMP)
 	$(BIN)/clang-format --dry-run --Werror $(CPP_FILES)
 	$(BIN)/hadolint Dockerfile
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.compose-spec docker-compose.yml
+
+# Known vulnerabilities of what the image is built with. Asks a public service, so it is no part of `check`; a
+# dependency that the service does not know is a failure here, and not a silence.
+AUDIT := build/audit
+audit:
+	@test -x $(AUDIT)/bin/python || $(PYTHON) -m venv $(AUDIT)
+	@$(AUDIT)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	@$(AUDIT)/bin/python -m pip install --quiet --group audit
+	$(AUDIT)/bin/pip-audit --strict --no-deps --disable-pip --requirement deploy/constraints.txt
+
+# What the image is built with, as CycloneDX JSON. Nothing is asked of anybody.
+SBOM := build/kvindexer.cdx.json
+sbom: $(STAMP)
+	@mkdir -p $(dir $(SBOM))
+	$(BIN)/cyclonedx-py requirements deploy/constraints.txt --pyproject pyproject.toml --output-reproducible \
+	  --validate --output-format JSON --output-file $(SBOM)
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix .

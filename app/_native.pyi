@@ -86,6 +86,9 @@ class PrefixIndex:
         self, context: int, source: int, prefix_hashes: bytes, ttl_ticks: int, now: int
     ) -> int: ...
     def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]: ...
+    def prefix_of(
+        self, context: int, source: int, tier: int, group: int, engine_hash: int, now: int
+    ) -> int | None: ...
     def names(
         self, at: int, in_others: bool, names_max: int, now: int
     ) -> tuple[list[tuple[int, int, int, int, bytes, bytes, bytes]], bool, int, bool]:
@@ -297,3 +300,24 @@ def msgpack_grandchildren(data: Buffer, children_max: int) -> list[Opened] | dic
 
     A map with a key that is not text stays raw.
     """
+
+PlainRemoved: TypeAlias = tuple[int, int, bytes, str | None, int]
+PlainStored: TypeAlias = tuple[
+    int, int, bytes, str | None, int, int | None, bytes, int, str | None, str | None, bytes | None
+]
+
+def msgpack_events(
+    data: Buffer, children_max: int
+) -> tuple[bytes, bytes | None, list[bytes | PlainRemoved | PlainStored]] | None:
+    """A batch in one pass: its time and rank, raw, and its events (native/event_payload.hpp).
+
+    A plain event is (start and end of its span, block hashes, medium, group) and, when blocks were stored, also
+    (parent, token ids, block size, LoRA name, kind of its group, raw extra keys); any other is its span. None
+    for a payload that is no array of a time, events and perhaps a rank, or that ends too early or too late.
+    """
+
+def scan_json(data: Buffer) -> bytes | None:
+    """`json_unsigned` for the usual texts, None for others (native/digit_scan.hpp)."""
+
+def scan_json_by_words(data: Buffer) -> bytes | None:
+    """The same without vector instructions."""

@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TypeGuard
 
+import msgspec
+
 from app.config import Settings
 from app.errors import BatchRejected, InvalidInput
 from app.events import (
@@ -31,14 +33,14 @@ from app.events import (
     RejectedEvent,
     Tier,
 )
+from app.hints import HintBook, Holder, read_hints
 from app.index.interface import Index
 from app.live import LiveFeed
 from app.pods import PodSpec, Source
 from app.registry import Registry
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class BatchResult:
+class BatchResult(msgspec.Struct, frozen=True):
     """What a batch did. `orphans` are blocks of it that wait for their parent."""
 
     accepted: int = 0
@@ -50,8 +52,7 @@ class BatchResult:
     duplicate: bool = False
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sifted:
+class Sifted(msgspec.Struct, frozen=True):
     """The events that can be applied, those that the codec or `sift` rejected, and the sizes learned."""
 
     events: tuple[Event, ...]
@@ -72,6 +73,8 @@ def sift(batch: EventBatch, block_size: int | None, chunk_sizes: Mapping[Tier, i
     stores = [event for event in batch.events if _tells_size(event)]
     if block_size is None:
         block_size = next((event.block_size for event in stores if event.tier is Tier.GPU), None)
+    if all(event.tier is Tier.GPU and event.block_size == block_size for event in stores):
+        return Sifted(batch.events, batch.rejected, batch.ignored, block_size, chunk_sizes)
     chunk_sizes = dict(chunk_sizes)
     for stored in stores:
         if stored.tier is not Tier.GPU and stored.block_size % (block_size or 1) == 0:
@@ -121,13 +124,21 @@ class Batches:
     """Part of the service. `now` gives the index's ticks; `rejected` counts events by reason."""
 
     def __init__(
-        self, settings: Settings, index: Index, registry: Registry, live: LiveFeed, *, now: Callable[[], int]
+        self,
+        settings: Settings,
+        index: Index,
+        registry: Registry,
+        live: LiveFeed,
+        hints: HintBook,
+        *,
+        now: Callable[[], int],
     ) -> None:
         self.rejected: Counter[str] = Counter()
         self._settings = settings
         self._index = index
         self._registry = registry
         self._live = live
+        self._hints = hints
         self._now = now
 
     def post(
@@ -227,7 +238,8 @@ class Batches:
     def _apply(self, source: Source, sifted: Sifted, seq: int | None, lora: str | None) -> BatchResult:
         self._registry.welcome_back(source)
         source.block_size = sifted.block_size
-        self._learn_chunk_sizes(source, sifted.chunk_sizes)
+        if sifted.chunk_sizes is not source.chunk_sizes:
+            self._learn_chunk_sizes(source, sifted.chunk_sizes)
         tally = self._apply_events(source, sifted.events, lora)
         source.batches += 1
         source.ignored += sifted.ignored
@@ -292,15 +304,18 @@ class Batches:
                 self._report_drops()  # what was lost before the clear must not degrade what comes after it
                 self._registry.clear_gpu(source)
         self._report_drops()
+        self._hints.after_batch(source.index_id, now)
         return tally
 
     def _store(
         self, source: Source, event: BlockStored, tally: _Tally, *, model: str, lora: str | None, now: int
     ) -> None:
+        holder = self._before_store(source, event, now)
         if event.token_ids:
+            context = self._index.context(model, lora, event.block_size, now)
             result = self._index.store(
                 source.index_id,
-                self._index.context(model, lora, event.block_size, now),
+                context,
                 tier=event.tier,
                 group=event.group,
                 engine_hashes=event.block_hashes,
@@ -310,6 +325,7 @@ class Batches:
                 now=now,
                 count_copies=self._settings.count_copies,
             )
+            self._keep_hint(holder, context, event, now)
         else:
             result = self._index.place(
                 source.index_id,
@@ -324,12 +340,27 @@ class Batches:
         tally.stored_blocks += result.stored_blocks
         tally.orphan_blocks += result.orphan_blocks
 
+    def _before_store(
+        self, source: Source, event: BlockStored | BlocksHashed | PrefixesStored, now: int
+    ) -> Holder:
+        holder = Holder(source.index_id, event.tier, event.group)
+        if not self._hints.is_empty:
+            self._hints.before_store(holder, event.block_hashes, now)
+        return holder
+
+    def _keep_hint(self, holder: Holder, context: int, event: BlockStored | BlocksHashed, now: int) -> None:
+        if event.metadata is not None and self._hints.is_on:
+            last = int.from_bytes(event.block_hashes[-8:], "little")
+            self._hints.put(holder, context, last, event.metadata, now)
+
     def _store_hashed(
         self, source: Source, event: BlocksHashed, tally: _Tally, *, model: str, now: int
     ) -> None:
+        context = self._index.context(model, event.lora, event.block_size, now)
+        holder = self._before_store(source, event, now)
         result = self._index.store_hashed(
             source.index_id,
-            self._index.context(model, event.lora, event.block_size, now),
+            context,
             tier=event.tier,
             group=event.group,
             engine_hashes=event.block_hashes,
@@ -339,6 +370,7 @@ class Batches:
             now=now,
             count_copies=self._settings.count_copies,
         )
+        self._keep_hint(holder, context, event, now)
         source.offloads |= event.tier is not Tier.GPU
         tally.stored_blocks += result.stored_blocks
 
@@ -346,9 +378,11 @@ class Batches:
         self, source: Source, event: PrefixesStored, tally: _Tally, *, model: str, now: int
     ) -> None:
         counted = self._settings.count_copies
+        holder = self._before_store(source, event, now)
+        context = self._index.context(model, event.lora, event.block_size, now)
         result = self._index.store_prefixes(
             source.index_id,
-            self._index.context(model, event.lora, event.block_size, now),
+            context,
             tier=event.tier,
             group=event.group,
             engine_hashes=event.block_hashes,
@@ -357,6 +391,9 @@ class Batches:
             now=now,
             count_copies=counted,
         )
+        if event.hints is not None and self._hints.is_on:
+            for block, metadata in read_hints(event.hints):
+                self._hints.put(holder, context, block, metadata, now)
         source.offloads |= event.tier is not Tier.GPU
         tally.stored_blocks += result.stored_blocks
 
@@ -377,6 +414,8 @@ class Batches:
                 self._registry.lose(source, cause)
 
     def _count_rejected(self, source: Source | None, rejected: tuple[RejectedEvent, ...]) -> None:
+        if not rejected:
+            return
         self.rejected.update(event.reason for event in rejected)
         if source is not None:
             source.rejected += len(rejected)

@@ -15,7 +15,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from app.errors import InvalidSettings
+from app.api_keys import ApiKey, parse_setting
+from app.errors import InvalidInput, InvalidSettings
+from app.redaction import redacted_value
 
 PREFIX = "KVINDEXER_"
 
@@ -55,6 +57,32 @@ class Settings(BaseSettings):
         "With a trace, its caller has decided.",
     )
 
+    api_keys: Annotated[tuple[ApiKey, ...], NoDecode] = Field(
+        (),
+        description="Keys of requests, separated by ',', each as `key:read` or `key:write`; with none no key is needed.",
+    )
+    api_keys_file: Path | None = Field(
+        None,
+        description="File with one such key a line, beside those; read again when it changes, without a restart.",
+    )
+    rate_requests_per_s: float = Field(
+        0.0,
+        ge=0,
+        description="Requests a second of one key, or of everybody where no key is needed; past it 429; 0 no bound.",
+    )
+    rate_burst_requests: int = Field(
+        1_000, ge=1, description="Requests that a key which was silent may make at once."
+    )
+    tls_certificate: Path | None = Field(
+        None, description="PEM file of the server's certificate and its chain: with it, HTTPS only."
+    )
+    tls_key: Path | None = Field(
+        None, description="PEM file of its private key, where that is not in the same file."
+    )
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file of authorities: only clients with a certificate of theirs are served."
+    )
+
     pods: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="Pods to register at the start, separated by ';', each as "
@@ -62,7 +90,44 @@ class Settings(BaseSettings):
     )
     pods_file: Path | None = Field(
         None,
-        description="File with one such pod a line; blank lines and lines that start with '#' are skipped.",
+        description="File with one such pod a line; blank lines and lines that start with '#' are skipped. "
+        "It is read again when it changes.",
+    )
+    discovery_dns: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        max_length=256,
+        description="DNS names with a pod behind each address or SRV record, separated by ';', each as "
+        "`name,port=8000`.",
+    )
+    discovery_dns_server: str | None = Field(
+        None, description="DNS server that is asked, as `10.0.0.10:53`; the system's where it is not said."
+    )
+    discovery_kubernetes: str | None = Field(
+        None, min_length=1, description="Label selector of the pods to follow, as `app=vllm`."
+    )
+    discovery_kubernetes_namespace: str | None = Field(
+        None, min_length=1, description="Their namespace; the indexer's own where it is not said."
+    )
+    discovery_kubernetes_engines: str = Field(
+        "port=8000", description="What is said of their engines, as behind the name in `discovery_dns`."
+    )
+    discovery_kubernetes_api_url: str = Field(
+        "https://kubernetes.default.svc",
+        pattern=r"^https?://[^\s/]+[^\s]*$",
+        description="Where the Kubernetes API answers; `kubectl proxy` gives one outside of a cluster.",
+    )
+    discovery_kubernetes_account: Path = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+        description="Folder with `token`, `ca.crt` and `namespace` of the service account.",
+    )
+    discovery_interval_s: float = Field(
+        5.0,
+        ge=0.05,
+        le=3_600,
+        description="Seconds between two looks at a place, or at an engine that is silent.",
+    )
+    discovery_deadline_s: float = Field(
+        30.0, ge=0, description="Seconds after which a discovered pod that vanished is dropped."
     )
     pods_max: int = Field(
         10_000, ge=1, description="Pods that can be registered, those that announce themselves included."
@@ -96,6 +161,17 @@ class Settings(BaseSettings):
     )
     speculative_ttl_s_max: float = Field(
         60.0, gt=0, description="Longest life in seconds that `/v1/prefixes` can ask for."
+    )
+    hints_max: int = Field(
+        65_536,
+        ge=0,
+        description="Hints (`metadata` of stored blocks) that are kept; past it the oldest goes; 0 keeps none.",
+    )
+    hint_bytes_max: int = Field(
+        1_024, ge=2, description="Bytes of one block's `metadata`; longer ones are not kept."
+    )
+    row_hints_max: int = Field(
+        16, ge=1, description="Hints in one row of a match; past it those of shorter prefixes are left out."
     )
     block_size_default: int = Field(
         16,
@@ -216,6 +292,23 @@ class Settings(BaseSettings):
         description="Seconds that the last snapshot, at the end, may take; past it the one before stays.",
     )
 
+    head_bytes_max: int = Field(
+        65_536, ge=4_096, description="Bytes of the head of one request; past it 431."
+    )
+    head_timeout_s: float = Field(
+        10.0,
+        ge=1,
+        description="Seconds that a connection may take to send the head of a request; past it 408.",
+    )
+    body_timeout_s: float = Field(
+        60.0, ge=1, description="Seconds that the body of a request may take to come; past it 408."
+    )
+    send_timeout_s: float = Field(
+        60.0,
+        ge=1,
+        description="Seconds for which an answer may wait for its reader to take any of it; past it the connection ends.",
+    )
+
     queries_max: int = Field(1_024, ge=1, description="Queries of one batch match; past it 422.")
     route_decay_s: float = Field(
         10.0,
@@ -270,6 +363,16 @@ class Settings(BaseSettings):
         64 * 1024 * 1024, ge=0, description="Bytes of token ids kept for prompts that come again."
     )
 
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def _parse_api_keys(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            try:
+                return parse_setting(value)
+            except InvalidInput as error:
+                raise ValueError(str(error)) from None
+        return value
+
     @field_validator("tokenizers", mode="before")
     @classmethod
     def _split_tokenizers(cls, value: Any) -> Any:
@@ -293,7 +396,7 @@ class Settings(BaseSettings):
         pairs = (part.partition("=")[::2] for part in self.tokenizers)
         return {model.strip(): _tokenizer_source(source.strip()) for model, source in pairs}
 
-    @field_validator("pods", mode="before")
+    @field_validator("pods", "discovery_dns", mode="before")
     @classmethod
     def _split_pods(cls, value: Any) -> Any:
         if isinstance(value, str):
@@ -306,6 +409,9 @@ def _tokenizer_source(source: str) -> str:
     return str(Path(source).expanduser().absolute()) if is_path else source
 
 
+_WORKERS = "WEB_CONCURRENCY"
+
+
 def variable(name: str) -> str:
     """The environment variable of a setting."""
     return PREFIX + name.upper()
@@ -316,7 +422,14 @@ def load_settings(**overrides: Any) -> Settings:
     known = {variable(name) for name in Settings.model_fields} | CLIENT_VARIABLES
     for name in sorted(os.environ):
         if name.upper().startswith(PREFIX) and name.upper() not in known:
-            raise InvalidSettings(f"{name}={os.environ[name]!r}: there is no setting of this name")
+            value = redacted_value(name, os.environ[name])
+            raise InvalidSettings(f"{name}={value}: there is no setting of this name")
+    workers = os.environ.get(_WORKERS, "").strip()
+    if workers not in ("", "1"):
+        # uvicorn and gunicorn take it for so many processes on one port, each with a picture of its own.
+        raise InvalidSettings(
+            f"{_WORKERS}={workers!r}: one process holds the whole picture; start more replicas, each on its port"
+        )
     try:
         return Settings(**overrides)
     except ValidationError as error:
@@ -327,4 +440,4 @@ def load_settings(**overrides: Any) -> Settings:
 def _sentence(fault: Any, overrides: dict[str, Any]) -> str:
     place = str(fault["loc"][0]) if fault["loc"] else ""
     key = "--" + place.replace("_", "-") if place in overrides else variable(place)
-    return f"{key}={fault['input']!r}: {fault['msg']}"
+    return f"{key}={redacted_value(variable(place), fault['input'])}: {fault['msg']}"

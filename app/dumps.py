@@ -23,6 +23,7 @@ import msgspec
 
 from app.errors import Overloaded
 from app.events import Tier
+from app.hints import HintBook, Holder
 from app.index.interface import Index
 from app.index.prefix_index import ContextInfo, NameRun
 from app.pods import Source
@@ -37,11 +38,14 @@ _Mark = tuple[int | None, ...]
 class Dumps:
     """Part of the service. `now` gives the index's ticks; `refused` counts dumps that found no room."""
 
-    def __init__(self, index: Index, registry: Registry, *, now: Callable[[], int], dumps_max: int) -> None:
+    def __init__(
+        self, index: Index, registry: Registry, hints: HintBook, *, now: Callable[[], int], dumps_max: int
+    ) -> None:
         self.running = 0
         self.refused = 0
         self._index = index
         self._registry = registry
+        self._hints = hints
         self._now = now
         self._dumps_max = dumps_max
 
@@ -71,7 +75,7 @@ class Dumps:
             for run in runs:
                 source = self._registry.by_index_id(run.source)
                 if source is not None and (pods is None or source.pod in pods):
-                    lines.append(self._line(source, events=[_event(contexts[run.context], run)]))
+                    lines.append(self._line(source, events=[self._event(contexts[run.context], run)]))
             yield b"".join(lines)
         sources = self._sources(pods)
         for first in range(0, len(sources), SOURCES_MAX):
@@ -98,26 +102,31 @@ class Dumps:
             return self._line(source, events=[])
         return self._line(source, seq=source.last_seq, events=[])
 
+    def _event(self, context: ContextInfo, run: NameRun) -> dict[str, Any]:
+        names = _numbers(run.engine_hashes)
+        event: dict[str, Any] = {
+            "type": "PrefixesStored",
+            "block_hashes": names,
+            "prefix_hashes": _numbers(run.prefix_hashes),
+            "block_size": context.block_size,
+            "lora_name": context.lora,
+            "medium": Tier(run.tier).label,
+            "group_idx": run.group,
+        }
+        copies = _numbers(run.copies)
+        if any(count != 1 for count in copies):
+            event["copies"] = copies
+        hints = self._hints.of_blocks(Holder(run.source, Tier(run.tier), run.group), names, self._now())
+        if hints:
+            event["hints"] = [
+                {"block": block, "metadata": msgspec.Raw(text)} for block, text in hints.items()
+            ]
+        return event
+
     def _line(self, source: Source, **fields: Any) -> bytes:
         model = self._registry.pods[source.pod].spec.model
         body = {"pod": source.pod, "dp_rank": source.dp_rank, "model": model, **fields}
         return msgspec.json.encode(body) + b"\n"
-
-
-def _event(context: ContextInfo, run: NameRun) -> dict[str, Any]:
-    event: dict[str, Any] = {
-        "type": "PrefixesStored",
-        "block_hashes": _numbers(run.engine_hashes),
-        "prefix_hashes": _numbers(run.prefix_hashes),
-        "block_size": context.block_size,
-        "lora_name": context.lora,
-        "medium": Tier(run.tier).label,
-        "group_idx": run.group,
-    }
-    copies = _numbers(run.copies)
-    if any(count != 1 for count in copies):
-        event["copies"] = copies
-    return event
 
 
 def _numbers(words: bytes) -> list[int]:

@@ -16,6 +16,7 @@ import re
 from urllib.parse import urlsplit
 
 from app.errors import InvalidInput
+from app.redaction import redacted
 
 PORT_MAX = 65_535
 _HOST = re.compile(r"\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]")
@@ -96,7 +97,7 @@ def check_metrics_url(text: str) -> None:
         fits = False
     if not fits or not text.isprintable() or " " in text:
         raise InvalidInput(
-            f"{text!r} is not a URL: http://host:port/metrics is expected", field="metrics_url"
+            f"{redacted(text)!r} is not a URL: http://host:port/metrics is expected", field="metrics_url"
         )
 
 

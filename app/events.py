@@ -47,6 +47,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, array_like=True, ta
     tier: Tier = Tier.GPU
     group: int = 0
     extra_keys: tuple[bytes, ...] | None = None
+    metadata: bytes | None = None  # of the last block, an object in either notation as it came: app/hints.py
 
     @property
     def block_count(self) -> int:
@@ -69,6 +70,7 @@ class BlocksHashed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
     lora: str | None = None
     tier: Tier = Tier.GPU
     group: int = 0
+    metadata: bytes | None = None  # as in BlockStored
 
 
 class PrefixesStored(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=2):
@@ -86,6 +88,7 @@ class PrefixesStored(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     lora: str | None = None
     tier: Tier = Tier.GPU
     group: int = 0
+    hints: bytes | None = None  # a list in either notation as it came: app/hints.py
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=3):

@@ -68,11 +68,15 @@ class LiveFeed:
         self._subscriptions.add(subscription)
         return subscription
 
+    def disconnect(self) -> None:
+        """Every stream ends behind what is queued; whoever may, comes back."""
+        for subscription in list(self._subscriptions):
+            subscription.end()
+
     def close(self) -> None:
         """Every stream ends behind what is queued, and there are no new ones."""
         self._closed = True
-        for subscription in list(self._subscriptions):
-            subscription.end()
+        self.disconnect()
 
 
 class Subscription:

@@ -6,7 +6,7 @@ fields say, so that nobody needs the fields to understand a line.
 
 Names of pods, paths and causes come from outside. So a line stays one line: control characters are written as
 escapes, a traceback is indented below, and what is longer than CHARS_MAX is cut; and what a peer can do wrong
-again and again is said ever more rarely.
+again and again is said ever more rarely. Passwords and keys are none of a reader's business (app/redaction.py).
 
 Lines are written where they are logged, by the thread that logs: none is lost when the process ends badly, and a
 reader of standard error that stands still stops the process. So there is none for an event or, unless
@@ -25,6 +25,7 @@ from typing import Any, TextIO
 
 from app.config import LogFormat, LogLevel
 from app.correlation import CURRENT
+from app.redaction import RedactingFormatter
 
 CHARS_MAX = 8_000
 TRACEBACK_CHARS_MAX = 32_000  # the end of it is kept
@@ -45,7 +46,7 @@ _CHATTY = ("httpx", "httpcore")
 def configure(level: LogLevel, form: LogFormat, stream: TextIO | None = None) -> None:
     """Makes every line of this process go to `stream` (standard error) in the format `form`."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else ConsoleFormatter())
+    handler.setFormatter(RedactingFormatter(JsonFormatter() if form == "json" else ConsoleFormatter()))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(True)
     for name in _CHATTY:

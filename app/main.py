@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
@@ -36,11 +38,15 @@ from app.api import (
     route,
     streams,
 )
+from app.api.access import Access
 from app.api.observation import RequestObservation
 from app.api.short_way import ShortWay
 from app.api.starting import Starting
 from app.api.wiring import Wiring, attach
 from app.config import Settings
+from app.connections import ConnectionLimits
+from app.discovery.discovery import Discovery, places
+from app.discovery.pods_file import place_of
 from app.errors import IndexerError, InvalidInput, InvalidSettings
 from app.events import EventBatch
 from app.fuzzy.fuzzy_index import FuzzyIndex
@@ -52,6 +58,7 @@ from app.ingest.registry import parse_pod, read_pods_file
 from app.ingest.sequence import SequenceLimits
 from app.ingest.vllm import decode_batch
 from app.ingest.zmq import ZmqIngest, ZmqSettings
+from app.key_ring import KeyRing, key_ring
 from app.loads import Loads
 from app.metrics import Figures, Metrics
 from app.pods import PodSpec
@@ -86,9 +93,15 @@ class Application(FastAPI):
         await super().__call__(scope, receive, send)
 
 
-def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotonic) -> Application:
-    """Raises InvalidSettings for configured pods that cannot be."""
-    specs = _configured_pods(settings)
+def create_app(
+    settings: Settings, *, clock: Callable[[], float] = time.monotonic, short_way: bool = True
+) -> Application:
+    """Raises InvalidSettings for configured pods and keys that cannot be.
+
+    Without `short_way` every request takes the framework's: the answers are the same, as the tests show.
+    """
+    configured, file_specs = _configured_pods(settings)
+    specs = [*configured, *file_specs]
     contents = fuzzy_index(settings)
     index = PrefixIndex(index_limits(settings), contents)
     service = IndexerService(settings, index, clock=clock, contents=contents)
@@ -102,6 +115,8 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         serves=lambda model: any(pod.spec.model == model for pod in service.pods.values()),
         clock=clock,
     )
+    keys = key_ring(settings, on_revoked=service.live.disconnect)
+    connections = ConnectionLimits(settings)
     metrics = Metrics(
         Figures(
             stats=service.stats,
@@ -114,8 +129,13 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
                 "route": (dict, router.counters),
                 "replication": (replica.gauges, replica.counters) if replica else (dict, dict),
                 "snapshot": (snapshots.gauges, snapshots.counters) if snapshots else (dict, dict),
+                "hints": (service.hints.gauges, service.hints.counters),
                 "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
+                "access": (keys.gauges, keys.counters),
+                "connections": (dict, connections.counters),
             },
+            places=lambda: discovery.figures(),
+            questions=lambda: discovery.questions(),
             clock=clock,
         )
     )
@@ -131,7 +151,22 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         except IndexerError as error:
             raise InvalidSettings(f"pod {spec.name!r}: {error}") from error
     spans = open_spans(settings)
-    readiness = Readiness(service, specs, clock=clock, grace_s=settings.ready_grace_s)
+    readiness = Readiness(
+        service,
+        specs,
+        clock=clock,
+        grace_s=settings.ready_grace_s,
+        unfinished=lambda: discovery.unfinished(),
+    )
+    discovery = Discovery(
+        settings,
+        service,
+        writer,
+        places(settings, file_specs=tuple(file_specs)),
+        reserved=frozenset(spec.name for spec in configured),
+        registered=readiness.wait_for,
+        clock=clock,
+    )
     start = Start()
     app = Application(
         title="kvindexer",
@@ -146,10 +181,12 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
             loads,
             tokenizer,
             snapshots,
+            discovery,
             start,
             spans,
             replica,
             specs,
+            keys,
         ),
     )
     app.start = start
@@ -162,7 +199,9 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         lambda: readiness.missing() + (replica.missing() if replica else []),
         router,
         tokenizer,
+        connections,
         replica.stats if replica else None,
+        discovery.stats,
     )
     attach(app, wiring)
     for resource in (
@@ -178,13 +217,13 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.monotoni
         compatible_queries,
     ):
         app.include_router(resource.router)
-    # From the inside out. What must hold for every request (metrics; a check of keys, when there is one) stands
+    # From the inside out. What must hold for every request (keys and rates, where there are any; metrics) stands
     # outside of the short way, so that no request can go around it.
+    front: ASGIApp = Starting(ShortWay(app.framework, wiring=wiring) if short_way else app.framework, start)
+    if keys.is_needed or settings.rate_requests_per_s:
+        front = Access(front, keys=keys, clock=clock, page=functools.partial(pages.page, 401))
     app.front = RequestObservation(
-        Starting(ShortWay(app.framework, wiring=wiring), start),
-        metrics=metrics,
-        access_log_every=settings.access_log_every,
-        spans=spans,
+        front, metrics=metrics, access_log_every=settings.access_log_every, spans=spans
     )
     pages.install(app)
     problems.install(app)
@@ -213,18 +252,24 @@ def _snapshots(
     )
 
 
-def _configured_pods(settings: Settings) -> list[PodSpec]:
+def _configured_pods(settings: Settings) -> tuple[list[PodSpec], list[PodSpec]]:
+    """Those of the setting, and those of the file."""
     try:
         specs = [parse_pod(text) for text in settings.pods]
-        if settings.pods_file is not None:
-            specs += read_pods_file(settings.pods_file)
+        file_specs = _pods_of_file(settings.pods_file)
     except InvalidInput as error:
         raise InvalidSettings(str(error)) from error
-    counts = Counter(spec.name for spec in specs)
+    counts = Counter(spec.name for spec in [*specs, *file_specs])
     for name, count in counts.items():
         if count > 1:
             raise InvalidSettings(f"pod {name!r} is configured {count} times")
-    return specs
+    return specs, file_specs
+
+
+def _pods_of_file(path: Path | None) -> list[PodSpec]:
+    if path is None:
+        return []
+    return [dataclasses.replace(spec, discovered_by=place_of(path)) for spec in read_pods_file(path)]
 
 
 def _decode(metrics: Metrics, payload: bytes, *, block_size: int | None = None) -> EventBatch:
@@ -263,11 +308,15 @@ async def _lifespan(
     loads: Loads,
     tokenizer: Tokenizer,
     snapshots: SnapshotKeeper | None,
+    discovery: Discovery,
     start: Start,
     spans: Spans | None,
     replica: Replica | None,
     specs: list[PodSpec],
+    keys: KeyRing,
 ) -> AsyncIterator[None]:
+    keys.start()
+
     async def begin() -> None:
         if snapshots is not None:
             for spec in await snapshots.restore():
@@ -277,6 +326,7 @@ async def _lifespan(
             replica.start(specs)
         ingest.start()
         loads.start()
+        discovery.start()
         readiness.begin()
 
     await start.run(begin(), aside=snapshots is not None)
@@ -288,6 +338,8 @@ async def _lifespan(
         timer.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await timer
+        await discovery.stop()
+        await keys.stop()
         await loads.stop()
         await tokenizer.close()
         ingest.stop()

@@ -16,8 +16,8 @@ import itertools
 import time
 from bisect import bisect_left
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -112,10 +112,16 @@ _PART_GAUGES = {
         "cache_bytes": "Bytes of those",
     },
     "loads": {"known": "Pods whose load was read lately"},
+    "access": {"keys": "API keys that are known now"},
     "snapshot": {
         "saved_at_seconds": "Unix time of the last snapshot written",
         "saved_bytes": "Its bytes on disk",
         "restored_blocks": "Blocks that the snapshot at the start brought",
+    },
+    "hints": {
+        "kept": "Hints of blocks that are kept",
+        "waiting": "Those of them whose block waits for its parent",
+        "bytes": "Bytes of their metadata",
     },
     "replication": {
         "lag_seconds": "Age of the newest group applied here, while the log has newer ones",
@@ -148,6 +154,20 @@ _PART_COUNTERS = {
         "polls": "Times that a pod was asked for its load",
         "failures": "Those of them without an answer that can be used",
     },
+    "access": {
+        "refused_without_key": "Requests refused: no key where one is needed",
+        "refused_unknown_key": "Requests refused: a key that is not known",
+        "refused_scope": "Requests refused: a key of scope read where write is needed",
+        "refused_rate": "Requests refused: rate_requests_per_s",
+        "reloads": "Times that the file of keys was taken over",
+        "reload_failures": "Times that it could not be used; the keys from before stay",
+    },
+    "connections": {
+        "head_timeouts": "Connections ended: head_timeout_s",
+        "body_timeouts": "Connections ended: body_timeout_s",
+        "send_timeouts": "Connections ended: send_timeout_s",
+        "heads_too_long": "Connections ended: head_bytes_max",
+    },
     "snapshot": {
         "saved": "Snapshots written",
         "failed": "Snapshots that could not be written",
@@ -178,6 +198,12 @@ _PART_COUNTERS = {
         "choices_least_loaded": "Choices by load",
         "reserved_blocks": "Blocks announced with a choice",
     },
+    "hints": {
+        "stored": "Hints that came with blocks",
+        "refused": "Metadata that was not kept: no object, or hint_bytes_max",
+        "evicted": "Hints that had to go for newer ones: hints_max",
+        "cut": "Hints left out of rows: row_hints_max",
+    },
     "fuzzy": {
         "queries": "Fuzzy matches answered",
         "asked_tokens": "Tokens of the prompts that were asked about",
@@ -187,6 +213,23 @@ _PART_COUNTERS = {
 }
 
 Count = Callable[[], Mapping[str, float]]
+
+
+class Place(Protocol):
+    """A place of discovery: app/discovery says what the words mean."""
+
+    @property
+    def place(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def seen_age_s(self) -> float | None: ...
+    @property
+    def pods(self) -> Mapping[str, int]: ...
+    @property
+    def looks(self) -> Mapping[str, int]: ...
+    @property
+    def changes(self) -> Mapping[str, int]: ...
 
 
 class _Distribution:
@@ -213,7 +256,7 @@ class Figures:
     """Where a scrape reads what others count: called on the service's thread.
 
     `stats` is IndexerService.stats; `gauges` and `counters` are those of the ZMQ ingest, by name; `parts` has both
-    of others by the name of the part.
+    of others by the name of the part; `places` and `questions` are those of the discovery.
     """
 
     stats: Callable[[], Mapping[str, Any]]
@@ -221,6 +264,8 @@ class Figures:
     gauges: Callable[[], Mapping[str, int]]
     counters: Callable[[], Mapping[str, int]]
     parts: Mapping[str, tuple[Count, Count]] = dataclasses.field(default_factory=dict)
+    places: Callable[[], Sequence[Place]] = tuple
+    questions: Count = dict
     clock: Callable[[], float] = time.monotonic  # the service's
 
 
@@ -295,6 +340,11 @@ class _FiguresCollector(Collector):
         for key, documentation in _ZMQ_COUNTERS.items():
             yield _counter(f"zmq_{key}", documentation, value=counters.get(key, 0))
         yield from _part_families(self._figures.parts)
+        yield from _place_families(self._figures.places())
+        yield _by_label(
+            _counter("discovery_questions", "Times that an engine was asked what it is", "result"),
+            self._figures.questions(),
+        )
         yield _gauge("pods", "Registered pods", value=len(pods))
         yield _gauge("uptime_seconds", "Time since the start", value=stats["uptime_s"])
         yield from _pod_families(pods)
@@ -308,6 +358,22 @@ def _part_families(parts: Mapping[str, tuple[Count, Count]]) -> Iterator[Metric]
             yield _gauge(f"{part}_{key}", documentation, value=gauges.get(key, 0))
         for key, documentation in _PART_COUNTERS.get(part, {}).items():
             yield _counter(f"{part}_{key}", documentation, value=counters.get(key, 0))
+
+
+def _place_families(places: Sequence[Place]) -> Iterator[Metric]:
+    states = _gauge("discovery_state", "1 for the present state of each place", "place", "state")
+    ages = _gauge("discovery_seen_age_seconds", "Time since the last picture of a place", "place")
+    pods = _gauge("discovery_pods", "Pods of a place", "place", "state")
+    looks = _counter("discovery_looks", "Pictures and failures of a place", "place", "result")
+    changes = _counter("discovery_changes", "Changes that a place told", "place", "change")
+    for place in places:
+        states.add_metric([place.place, str(place.state)], 1)
+        if place.seen_age_s is not None:
+            ages.add_metric([place.place], place.seen_age_s)
+        for family, values in ((pods, place.pods), (looks, place.looks), (changes, place.changes)):
+            for label, value in values.items():
+                family.add_metric([place.place, label], value)
+    yield from (states, ages, pods, looks, changes)
 
 
 def _pod_families(pods: Iterable[Pod]) -> Iterator[Metric]:

@@ -40,6 +40,10 @@ class PodSpec:
     topic: str = ""
     dp_size: int = 1
     metrics_url: str | None = None  # where its Prometheus metrics are read for its load
+    discovered_by: str | None = None  # the place of discovery that keeps it registered
+    incarnation: str = (
+        ""  # of its engine, where the place can tell; another one is another engine, and starts empty
+    )
 
 
 @dataclasses.dataclass(slots=True)

@@ -11,14 +11,15 @@ understand.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from app.config import Settings
 from app.errors import InvalidInput, LimitExceeded
+from app.hints import Hint, HintBook
 from app.index.interface import Index, ticks
-from app.index.prefix_index import unpack_rows
+from app.index.prefix_index import Depths, unpack_rows
 from app.registry import Registry
 from app.scoring import MatchRow, build_row, merge_depths, rank_rows
 
@@ -73,6 +74,7 @@ class Queries:
         settings: Settings,
         index: Index,
         registry: Registry,
+        hints: HintBook,
         *,
         clock: Callable[[], float],
         now: Callable[[], int],
@@ -84,20 +86,24 @@ class Queries:
         self._settings = settings
         self._index = index
         self._registry = registry
+        self._hints = hints
         self._clock = clock
         self._now = now
 
     def match(self, query: MatchQuery) -> MatchResult:
         """Raises InvalidInput for buffers that do not fit."""
         unit, tokens, answers = self._ask(query)
-        reaches = merge_depths((size, unpack_rows(packed)) for size, packed in answers)
+        depths = [(size, unpack_rows(packed)) for size, packed in answers]
+        reaches = merge_depths(depths)
+        hints = self._find_hints(query, unit, depths)
         now_s = self._clock()
         rows = []
         for index_id, reach in reaches.items():
             source = self._registry.by_index_id(index_id)
             assert source is not None, "the index answers for sources of the registry only"
             if query.pods is None or source.pod in query.pods:
-                rows.append(build_row(source, reach, unit=unit, tokens=tokens, now_s=now_s))
+                known = self._hints.best(hints.get(index_id, ()))
+                rows.append(build_row(source, reach, unit=unit, tokens=tokens, now_s=now_s, hints=known))
         ranked = rank_rows(rows)
         if ranked:
             self._count(tokens, ranked[0].matched_blocks, ranked[0].matched_tokens)
@@ -115,11 +121,16 @@ class Queries:
                 )
         return MatchResult(query.model, query.lora, unit, tokens, tokens // unit, ranked, hashes)
 
-    def match_json(self, query: MatchQuery) -> JsonAnswer:
+    def match_json(self, query: MatchQuery) -> JsonAnswer | None:
         """The same as text, without an object a row: scoring and rendering are native, and held to `match`
-        by the tests. Does not answer `include_hashes`.
+        by the tests. Does not answer `include_hashes`, and None when the answer has hints: nothing is counted then.
         """
         unit, tokens, answers = self._ask(query)
+        if not self._hints.is_empty:
+            hints = self._find_hints(query, unit, [(size, unpack_rows(packed)) for size, packed in answers])
+            shown = self._shown(query.pods)
+            if hints and (shown is None or not shown.isdisjoint(hints)):
+                return None
         head = b'{"model":%b,"lora":%b,"block_size":%d,"tokens":%d,"blocks":%d,"matches":[' % (
             _quoted(query.model),
             _quoted(query.lora),
@@ -191,6 +202,26 @@ class Queries:
             list(self._rows(query, contexts, unit)),
         )
 
+    def _find_hints(
+        self, query: MatchQuery, unit: int, answers: Sequence[tuple[int, Sequence[Depths]]]
+    ) -> dict[int, list[Hint]]:
+        """By the index ids of their sources; each context that was asked has hints of its own."""
+        found: dict[int, list[Hint]] = {}
+        if self._hints.is_empty:
+            return found
+        for size, rows in answers:
+            reaches = {row.source: row.tiers[-1] * size for row in rows}
+            if not self._hints.knows_any(reaches):
+                continue
+            hashes = query.prefix_hashes
+            if query.token_ids is not None:
+                keys = _keys_for(query, size, unit)
+                hashes = self._index.prefix_hashes(query.model, query.lora, size, query.token_ids, keys)
+            assert hashes is not None, "a query has tokens or hashes"
+            for source, hints in self._hints.find(hashes, size, reaches, self._now()).items():
+                found.setdefault(source, []).extend(hints)
+        return found
+
     def _count(self, tokens: int, matched_blocks: int, matched_tokens: int) -> None:
         self.matches += 1
         self.tokens_asked += tokens
@@ -224,14 +255,17 @@ class Queries:
                 if size == unit:
                     yield size, self._index.match_hashes_packed(context, query.prefix_hashes, now)
             elif query.token_ids is not None:
-                keys = query.extra_keys
-                if keys is not None and size != unit:
-                    # Keys are given for blocks of `unit` tokens: only the first block's (a salt) are the same
-                    # for the first block of another size.
-                    if any(keys[1:]):
-                        continue
-                    keys = keys[:1]
+                if size != unit and query.extra_keys is not None and any(query.extra_keys[1:]):
+                    continue
+                keys = _keys_for(query, size, unit)
                 yield size, self._index.match_tokens_packed(context, query.token_ids, keys, now)
+
+
+def _keys_for(query: MatchQuery, size: int, unit: int) -> tuple[bytes, ...] | None:
+    """Keys are given for blocks of `unit` tokens: only the first block's (a salt) are the same for the first block
+    of another size."""
+    keys = query.extra_keys
+    return keys if keys is None or size == unit else keys[:1]
 
 
 @functools.lru_cache(maxsize=1_024)

@@ -23,9 +23,17 @@ _WAITED_FOR = {
 
 class Readiness:
     def __init__(
-        self, service: IndexerService, pods: Iterable[PodSpec], *, clock: Callable[[], float], grace_s: float
+        self,
+        service: IndexerService,
+        pods: Iterable[PodSpec],
+        *,
+        clock: Callable[[], float],
+        grace_s: float,
+        unfinished: Callable[[], list[tuple[str, str]]] = list,
     ) -> None:
         self._service = service
+        self._unfinished = unfinished  # what else has to be over, as `missing` tells it: the first discovery
+        self._is_ready = False
         self._waiting = {
             (spec.name, rank)
             for spec in pods
@@ -37,8 +45,11 @@ class Readiness:
         self._began_s: float | None = None
 
     def wait_for(self, spec: PodSpec) -> None:
-        """One more that is as good as configured: it was followed when the last process ended."""
-        if spec.zmq_endpoint is not None:
+        """One more that is as good as configured: it was followed when the last process ended, or is discovered.
+
+        Once ready, nothing is waited for any more.
+        """
+        if spec.zmq_endpoint is not None and not self._is_ready:
             self._waiting |= {(spec.name, rank) for rank in range(spec.dp_size)}
 
     def begin(self) -> None:
@@ -49,15 +60,18 @@ class Readiness:
         """(place, sentence) of everything that is waited for; empty when ready."""
         if self._began_s is None:
             return [("", "the process is starting")]
-        if self._clock() - self._began_s >= self._grace_s:
+        if self._is_ready or self._clock() - self._began_s >= self._grace_s:
+            self._is_ready = True
             self._waiting.clear()
-        found = []
+            return []
+        found = list(self._unfinished())
         for pod, dp_rank in sorted(self._waiting):
             sentence = self._sentence(pod, dp_rank)
             if sentence is None:
                 self._waiting.discard((pod, dp_rank))
             else:
                 found.append((f"pods.{pod}.{dp_rank}", sentence))
+        self._is_ready = not found
         return found
 
     def _sentence(self, name: str, dp_rank: int) -> str | None:

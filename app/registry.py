@@ -312,13 +312,17 @@ class Registry:
 
 
 def _keeps_contents(pod: Pod, spec: PodSpec) -> bool:
-    """Nothing differs but a block size that is so already, the number of ranks, or where its load is read.
+    """Nothing differs but a block size that is so already, the number of ranks, where its load is read, or who says so.
 
     Whoever follows a stream replays it from the start when told of the pod, and a replay into what is held
     would count every copy twice: so whatever concerns a stream starts empty.
     """
     same = pod.spec == dataclasses.replace(
-        spec, block_size=pod.spec.block_size, dp_size=pod.spec.dp_size, metrics_url=pod.spec.metrics_url
+        spec,
+        block_size=pod.spec.block_size,
+        dp_size=pod.spec.dp_size,
+        metrics_url=pod.spec.metrics_url,
+        discovered_by=pod.spec.discovered_by,
     )
     sizes = {source.block_size for source in pod.sources.values()} - {None, spec.block_size}
     return (

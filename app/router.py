@@ -9,6 +9,9 @@ for ourselves: a burst that comes faster than any load is measured must spread a
 anew makes the count of that pod start again, as it has those choices in it; so does one of a request, unless it
 only repeats the last. Without any load the count alone is the load, and fades (`route_decay_s`).
 
+Beside that we count the work that our choices gave each rank lately (RecentWork): fleets without any load to speak
+of are balanced by it.
+
 `reserve` announces the prompt for the chosen rank, as `/v1/prefixes` does. So the next prompt with the same
 beginning sees it before the engine's first event does; confirmed blocks take the announcement's place, and it never
 removes any.
@@ -25,8 +28,18 @@ import msgspec
 
 from app.config import Settings
 from app.errors import NoCandidate
-from app.pods import Pod, SourceState
-from app.routing import Candidate, Load, Outstanding, Policy, Ranked, mean, rank
+from app.pods import Pod, PodSpec, SourceState
+from app.routing import (
+    RECENT_CHOICES,
+    Candidate,
+    Load,
+    Outstanding,
+    Policy,
+    Ranked,
+    RecentWork,
+    mean,
+    rank,
+)
 from app.scoring import MatchRow
 from app.service import IndexerService, MatchQuery, MatchResult
 
@@ -63,8 +76,20 @@ class Router:
         self._clock = clock
         self._polled = polled
         self._outstanding = Outstanding(decay_s=settings.route_decay_s, places_max=_PLACES_MAX)
+        self._work = RecentWork(choices=RECENT_CHOICES, places_max=_PLACES_MAX)
         self._told: dict[tuple[str, int], Load] = {}  # the last load of each place
         self._request_tokens = 0.0
+        service.listeners.append(self)
+
+    def pod_added(self, spec: PodSpec) -> None:
+        """Nothing is known of it yet."""
+
+    def pod_removed(self, name: str) -> None:
+        """What was chosen for it says nothing of who comes by its name. O(ranks)."""
+        for dp_rank in self._service.pod(name).sources:
+            self._work.drop((name, dp_rank))
+            self._outstanding.drop((name, dp_rank))
+            self._told.pop((name, dp_rank), None)
 
     def counters(self) -> Mapping[str, int]:
         """Choices by policy, and blocks that were reserved with them."""
@@ -108,6 +133,7 @@ class Router:
             return RouteResult(match, ranked, 0)
         reserved = self._reserve(ranked[0].candidate, query, match, ttl_s) if reserve else 0
         self._outstanding.add(ranked[0].candidate.place, now_s)
+        self._work.add(ranked[0].candidate.place, uncached=ranked[0].uncached_tokens, tokens=match.tokens)
         self._request_tokens = mean(self._request_tokens, float(match.tokens), share=_MEAN_SHARE)
         self.chosen[policy] += 1
         self.reserved_blocks += reserved
@@ -171,6 +197,7 @@ class Router:
             load,
             self._outstanding.count(place, now_s),
             self._outstanding.turn(place),
+            self._work.work(place),
             state,
         )
 

@@ -2,7 +2,8 @@
 
 `prefix_and_load`, the default, estimates what each choice costs the fleet, in tokens of prefill:
 
-    cost(pod) = uncached(pod) + LOAD_WEIGHT * in_flight(pod) * request_tokens + prompt_tokens * pressure(pod)
+    cost(pod) = uncached(pod) + LOAD_WEIGHT * in_flight(pod) * request_tokens
+              + BALANCE_WEIGHT * excess(pod) * request_tokens + prompt_tokens * pressure(pod)
 
     uncached    prompt tokens that the pod has to compute: all, less what it holds on each tier times
                 TIER_CREDIT of that tier, less what is announced for it times SPECULATIVE_CREDIT. What a source
@@ -12,6 +13,11 @@
     request_tokens  length of a prompt lately, on average: it makes one unit of requests and tokens, and the
                 formula the same for short prompts and for long ones. Not what is left to compute of them: where
                 nearly everything is a hit, a request still takes its place in a batch while it decodes.
+    excess      how much more work than the mean of the candidates we have given the pod lately (RECENT_CHOICES
+                choices), over that mean or `request_tokens`, whichever is more: -1 to 1. The work of a choice is
+                uncached(pod) + SEAT_SHARE * prompt_tokens, as a request that finds everything takes a seat in a
+                batch too. What fleets with time to spare are balanced by: where no request waits for another,
+                in_flight is 0 everywhere.
     pressure    0 up to KV_FREE of the KV cache in use (vllm:kv_cache_usage_perc), then up to 1 when it is
                 full: the engine would preempt a request and compute it again.
 
@@ -22,10 +28,16 @@ Why not the longest prefix alone: prompts of one application begin alike, so the
 block first would have all of them (the whole of a public hour of chat traffic, 12,031 requests on 8 pods of
 4,000 blocks: 8.7 % of blocks hit, worse than round robin's 9.8 %, and one pod does all the work). With cost,
 what every pod holds is worth nothing in comparison, as it should be.
-Why LOAD_WEIGHT is as low as 1/8: work in flight is soon over, while a prefix computed once more pushes
-another one out of a cache, for all requests to come. On that traffic 1/8 hits 32.4 to 32.9 % (loads one second
-old, or own choices alone) with the busiest pod at 1.06 times the mean; 1/2 hits 29.1 to 31.5 %, 1 hits 26.0 to
-29.6 %; one cache as large as all of them would hit 33.2 % (benchmarks/routing_policies.py).
+Why LOAD_WEIGHT is as low as 1/16: work in flight is soon over, while a prefix computed once more pushes
+another one out of a cache, for all requests to come. On that traffic 1/16 hits 33.0 %, 1/8 32.6 %, 1/6 32.4 % with
+the busiest pod at 1.02 times the mean and the first token no later; one cache as large as all of them would hit
+33.7 % (`kvindexer experiment`).
+Why BALANCE_WEIGHT: sessions of an agent begin with the same 1,264 tokens and come one at a time, so without it the
+pod that had the first one has them all (public tau-bench trace, 8 pods: 92.2 % hit, busiest pod 8.0 times the mean).
+A session that begins is as dear everywhere, and goes where least was computed; a few steps later its own history
+outweighs any excess, and it stays. 1/4 leaves 1.26 times the mean, 3/8 1.04 to 1.10 at 92.1 % hit, which is what one
+gets who knows the sessions in advance (docs/experiment.md); on the chat traffic no value up to 1/2 moves the hit rate
+by more than 0.1 points.
 Cost arithmetic is the idea of NVIDIA Dynamo's KV router; TIER_CREDIT follows from the rates of prefill (some
 10k tokens/s), of PCIe and of NVMe for KV of about 128 KiB a token.
 """
@@ -41,7 +53,10 @@ import msgspec
 from app.pods import SourceState
 from app.scoring import TIER_LABELS, MatchRow
 
-LOAD_WEIGHT = 0.125
+LOAD_WEIGHT = 0.0625
+BALANCE_WEIGHT = 0.375
+SEAT_SHARE = 0.25
+RECENT_CHOICES = 1_024  # of all pods together: a choice counts for less by a factor e behind so many others
 WAITING_WEIGHT = 2.0  # a waiting request has all of its prefill before it
 KV_FREE = 0.9
 TIER_CREDIT = (1.0, 0.9, 0.6, 0.5)  # gpu, cpu, disk, external
@@ -82,6 +97,7 @@ class Candidate(msgspec.Struct, frozen=True):
     load: Load | None  # None: not known
     own: float  # our recent choices that `load` does not have in it yet
     turn: int  # of our last choice of it; smaller is longer ago
+    work: float  # tokens, of our recent choices of it: see RecentWork
     state: SourceState | None = None  # None: a pod that is not registered
 
     @property
@@ -106,6 +122,8 @@ def rank(
 
     Equal ones are ordered by load, then by the turn that is longest ago, then by name.
     """
+    candidates = list(candidates)
+    mean_work = sum(candidate.work for candidate in candidates) / max(1, len(candidates))
     found = []
     for candidate in candidates:
         uncached = uncached_tokens(candidate.row, tokens=tokens, block_size=block_size)
@@ -116,6 +134,7 @@ def rank(
             tokens=tokens,
             block_size=block_size,
             request_tokens=request_tokens,
+            mean_work=mean_work,
         )
         found.append(Ranked(candidate, score, uncached))
     found.sort(key=_order)
@@ -144,6 +163,12 @@ def pressure(kv_usage: float) -> float:
     return min(1.0, max(0.0, kv_usage - KV_FREE) / (1.0 - KV_FREE))
 
 
+def excess(work: float, mean_work: float, request_tokens: float) -> float:
+    """-1 to 1, 0 where nothing is known. Against `request_tokens` while the mean is smaller: one request is no trend."""
+    against = max(mean_work, request_tokens)
+    return max(-1.0, min(1.0, (work - mean_work) / against)) if against > 0 else 0.0
+
+
 def _score(
     policy: Policy,
     candidate: Candidate,
@@ -152,10 +177,13 @@ def _score(
     tokens: int,
     block_size: int,
     request_tokens: float,
+    mean_work: float,
 ) -> float:
     match policy:
         case Policy.PREFIX_AND_LOAD:
-            cost = uncached + LOAD_WEIGHT * candidate.in_flight * request_tokens
+            weighed = LOAD_WEIGHT * candidate.in_flight
+            weighed += BALANCE_WEIGHT * excess(candidate.work, mean_work, request_tokens)
+            cost = uncached + weighed * request_tokens
             if candidate.load is not None:
                 cost += tokens * pressure(candidate.load.kv_usage)
             return 1.0 - cost / max(tokens, 1)
@@ -194,6 +222,8 @@ def reason(ranked: Ranked, *, tokens: int) -> str:
         said += f", {load.running:g} running, {load.waiting:g} waiting, {100 * load.kv_usage:.0f} % of its KV in use"
     if candidate.own >= 0.05:
         said += f", {candidate.own:.1f} chosen by us since"
+    if candidate.work >= 1:
+        said += f", {candidate.work:.0f} tokens of work chosen for it lately"
     if candidate.state is None:
         said += ", not registered"
     elif candidate.state is not SourceState.LIVE:
@@ -235,8 +265,46 @@ class Outstanding:
             _, at_s, turn = self._counts[place]
             self._counts[place] = (0.0, at_s, turn)
 
+    def drop(self, place: tuple[str, int]) -> None:
+        """It is gone, its turn with it."""
+        self._counts.pop(place, None)
+
     def __len__(self) -> int:
         return len(self._counts)
+
+
+class RecentWork:
+    """Work by place, in tokens, fading with the number of choices since and not with time: an idle hour changes no
+    balance. O(1) a call.
+
+    Bounded by `places_max`: past it the place longest unused is forgotten, which then counts as new.
+    """
+
+    def __init__(self, *, choices: int, places_max: int) -> None:
+        self._fade = math.exp(-1 / choices)
+        self._places_max = places_max
+        self._choices = 0
+        self._work: dict[tuple[str, int], tuple[float, int]] = {}  # work, at which choice
+
+    def add(self, place: tuple[str, int], *, uncached: float, tokens: int) -> None:
+        """A choice of it for a prompt of `tokens`."""
+        self._choices += 1
+        work = self.work(place) + uncached + SEAT_SHARE * tokens
+        self._work.pop(place, None)
+        self._work[place] = (work, self._choices)
+        if len(self._work) > self._places_max:
+            del self._work[next(iter(self._work))]
+
+    def drop(self, place: tuple[str, int]) -> None:
+        """It is gone; who comes by its name is new."""
+        self._work.pop(place, None)
+
+    def work(self, place: tuple[str, int]) -> float:
+        work, at = self._work.get(place, (0.0, self._choices))
+        return work * self._fade ** (self._choices - at)
+
+    def __len__(self) -> int:
+        return len(self._work)
 
 
 def mean(before: float, value: float, *, share: float) -> float:

@@ -217,7 +217,10 @@ def _pod(registry: Registry, saved: SavedPod, configured: frozenset[str]) -> Pod
     known = registry.pods.get(name)
     if known is not None:
         as_saved = dataclasses.replace(
-            known.spec, dp_size=saved.spec.dp_size, metrics_url=saved.spec.metrics_url
+            known.spec,
+            dp_size=saved.spec.dp_size,
+            metrics_url=saved.spec.metrics_url,
+            discovered_by=saved.spec.discovered_by,
         )
         if as_saved == saved.spec:
             return known

@@ -315,6 +315,15 @@ class MatchRequest(PromptParts, TextFields):
     )
 
 
+class HintResponse(Body):
+    """`metadata` of an event, brought back."""
+
+    block: int = Field(description="The engine's own name for the block.")
+    tier: str
+    tokens: int = Field(description="Where the block ends in the prompt.")
+    metadata: dict[str, Any] = Field(description="As the event said it.")
+
+
 class MatchRowResponse(Body):
     """How much of the prompt one rank of one pod holds, and how far that can be trusted."""
 
@@ -330,7 +339,10 @@ class MatchRowResponse(Body):
     speculative_blocks: int = Field(description="Depth when blocks announced by `/v1/prefixes` count too.")
     state: StateLabel
     last_event_age_s: float | None
-    hints: None = None
+    hints: list[HintResponse] | None = Field(
+        None,
+        description="What the engine said of blocks of this prompt that it holds; longest prefixes first.",
+    )
 
 
 class MatchResponse(Body):
@@ -552,6 +564,7 @@ class RouteResponse(Body):
     tokens: int
     blocks: int
     reserved_blocks: int = Field(description="Blocks announced for the chosen rank.")
+    hints: list[HintResponse] | None = Field(None, description="Those of the chosen rank, to be passed on.")
     candidates: list[CandidateRow] = Field(
         description="Best first, the chosen one in front; at most `top_k`, or 64."
     )
@@ -666,6 +679,7 @@ class PodResponse(Body):
     topic: str
     dp_size: int
     metrics_url: str | None
+    discovered_by: str | None = Field(None, description="Place of discovery that keeps it registered.")
     ranks: list[RankResponse]
 
 
@@ -708,6 +722,19 @@ class HealthResponse(Body):
     version: str
 
 
+class PlaceResponse(Body):
+    """A place that knows pods: a file, a DNS name, a label selector of Kubernetes."""
+
+    place: str
+    state: Literal["starting", "working", "failing"] = Field(description="Failing: its last picture is kept.")
+    cause: str = Field(description="Why; empty when it works.")
+    seen_age_s: float | None = Field(description="Seconds since its last picture.")
+    pods: dict[str, int] = Field(description="`registered`, `waiting`, `vanished` and `refused` ones.")
+    waiting: dict[str, str] = Field(description="Pods that are not registered yet, and why.")
+    looks: dict[str, int]
+    changes: dict[str, int]
+
+
 class StatsResponse(BaseModel):
     """Figures since the start; more may be added."""
 
@@ -721,3 +748,4 @@ class StatsResponse(BaseModel):
     rejected: dict[str, int] = Field(description="Events skipped, by reason.")
     queries: dict[str, int]
     index: dict[str, int]
+    discovery: list[PlaceResponse] = Field([], description="How each place of discovery goes.")

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from app.events import Tier
+from app.hints import Hint
 from app.index.prefix_index import Depths
 from app.pods import Source, SourceState
 
@@ -37,6 +38,7 @@ class MatchRow(msgspec.Struct, frozen=True):
     speculative_blocks: int  # depth when blocks announced by AddPrefix count too; >= matched_blocks
     state: SourceState
     last_event_age_s: float | None
+    hints: tuple[Hint, ...] = ()  # longest prefixes first
 
 
 def merge_depths(answers: Iterable[tuple[int, Sequence[Depths]]]) -> dict[int, Reach]:
@@ -57,7 +59,9 @@ def merge_depths(answers: Iterable[tuple[int, Sequence[Depths]]]) -> dict[int, R
     return reaches
 
 
-def build_row(source: Source, reach: Reach, *, unit: int, tokens: int, now_s: float) -> MatchRow:
+def build_row(
+    source: Source, reach: Reach, *, unit: int, tokens: int, now_s: float, hints: tuple[Hint, ...] = ()
+) -> MatchRow:
     matched_tokens = reach[3]
     matched_blocks = matched_tokens // unit
     blocks = tokens // unit
@@ -73,6 +77,7 @@ def build_row(source: Source, reach: Reach, *, unit: int, tokens: int, now_s: fl
         reach[4] // unit,
         source.state,
         None if source.last_event_at_s is None else now_s - source.last_event_at_s,
+        hints,
     )
 
 

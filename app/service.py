@@ -22,6 +22,7 @@ from app.errors import InvalidInput
 from app.events import BlockRemoved, BlockStored, EventBatch, Tier
 from app.fuzzy.fuzzy_index import FuzzyIndex
 from app.fuzzy_queries import FuzzyQueries, FuzzyQuery, FuzzyResult
+from app.hints import HintBook
 from app.index.interface import Index, ticks
 from app.index.prefix_index import TICK_MS, IndexLimits
 from app.live import LiveFeed
@@ -98,10 +99,11 @@ class IndexerService:
             subscribers_max=settings.live_subscribers_max, queue_events_max=settings.live_queue_events_max
         )
         self._registry = Registry(settings, index, self.live, clock)
-        self._batches = Batches(settings, index, self._registry, self.live, now=self._now)
-        self._queries = Queries(settings, index, self._registry, clock=clock, now=self._now)
+        self.hints = HintBook(settings, index)
+        self._batches = Batches(settings, index, self._registry, self.live, self.hints, now=self._now)
+        self._queries = Queries(settings, index, self._registry, self.hints, clock=clock, now=self._now)
         self.fuzzy = FuzzyQueries(settings, index, contents, self._registry, self._queries, now=self._now)
-        self.dumps = Dumps(index, self._registry, now=self._now, dumps_max=settings.dumps_max)
+        self.dumps = Dumps(index, self._registry, self.hints, now=self._now, dumps_max=settings.dumps_max)
 
     # -- pods
 
@@ -330,8 +332,11 @@ class IndexerService:
         """Raises InvalidInput for buffers that do not fit."""
         return self._queries.match(query)
 
-    def match_json(self, query: MatchQuery) -> JsonAnswer:
-        """`match` as the text of the HTTP contract, for queries without `include_hashes`."""
+    def match_json(self, query: MatchQuery) -> JsonAnswer | None:
+        """`match` as the text of the HTTP contract, for queries without `include_hashes`.
+
+        None for an answer with hints: `match` has them.
+        """
         return self._queries.match_json(query)
 
     def prefix_hashes(
@@ -391,6 +396,8 @@ class IndexerService:
             if swept.idle:
                 # Nothing hangs on it: what is dead or expired is hidden already, sweeping only gives memory back.
                 self._sweep_from_s = self._clock() + self._settings.sweep_pause_s
+        if not self.hints.is_empty:
+            self.hints.sweep(self._now())
         self._registry.reset_silent(SILENCES_PER_TICK_MAX)
 
     def stats(self) -> dict[str, Any]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import errno
+import functools
+import gc
+import ipaddress
+import logging
 import os
 import resource
 import signal
 import socket
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -15,24 +20,32 @@ import uvicorn
 from app import __version__, logs
 from app.api.wiring import wired
 from app.config import Settings
+from app.connections import BoundedProtocol, ConnectionLimits
 from app.errors import CannotListen
 from app.main import create_app
+from app.tls import ServerTls, server_tls
+
+logger = logging.getLogger(__name__)
 
 _BACKLOG = 2_048
+_TICKS_A_LOOK = 10  # uvicorn ticks ten times a second
 
 
 def run(settings: Settings) -> bool:
     """Serves until SIGINT or SIGTERM; False when the application did not come up. Raises CannotListen."""
     logs.configure(settings.log_level, settings.log_format)
     _allow_descriptors()
+    tls = server_tls(settings)
     app = create_app(settings)
+    limits = wired(app).connections
     # Bound before the server starts: the fault is one sentence, and a free port is known when it is printed.
     listener = _listen(settings.host, settings.port)
+    _warn_of_open_doors(settings, listener)
     server = _Server(
         uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=functools.partial(BoundedProtocol, limits),  # type: ignore[arg-type]
             ws="none",
             lifespan="on",
             log_config=None,
@@ -43,7 +56,9 @@ def run(settings: Settings) -> bool:
             timeout_keep_alive=settings.keep_alive_s,
             timeout_graceful_shutdown=settings.shutdown_grace_s,
         ),
-        _address(listener),
+        _address(listener, tls),
+        limits,
+        tls,
         on_end=wired(app).service.live.close,
     )
 
@@ -58,21 +73,47 @@ def run(settings: Settings) -> bool:
         server.run(sockets=[listener])
     finally:
         listener.close()
+        gc.unfreeze()  # or the native core counts what is left at the end as leaked
     return server.started and not app.start.failed
 
 
 class _Server(uvicorn.Server):
-    """Says where it listens, and calls `on_end` before it waits for requests in progress to end."""
+    """Says where it listens, looks after connections and certificate, and calls `on_end` before it waits for
+    requests in progress to end."""
 
-    def __init__(self, config: uvicorn.Config, address: str, *, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        address: str,
+        limits: ConnectionLimits,
+        tls: ServerTls | None,
+        *,
+        on_end: Callable[[], None],
+    ) -> None:
         super().__init__(config)
         self._address = address
+        self._limits = limits
+        self._tls = tls
         self._on_end = on_end
+        config.load()
+        if tls is not None:
+            config.ssl = tls.context
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        # What is there now stays for good. Looked through again by every full collection, it stops the process for
+        # 30 ms, and a backlog of batches makes collections frequent.
+        gc.collect()
+        gc.freeze()
         if self.started:
             print(f"kvindexer {__version__} listens on {self._address}", flush=True)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_A_LOOK == 0:
+            self._limits.sweep(self.server_state.connections, time.monotonic())
+            if self._tls is not None:
+                self._tls.renew()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._on_end()
@@ -105,9 +146,28 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _address(listener: socket.socket) -> str:
+def _address(listener: socket.socket, tls: ServerTls | None) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if tls is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _warn_of_open_doors(settings: Settings, listener: socket.socket) -> None:
+    host = listener.getsockname()[0]
+    if ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        return
+    is_keyless = not settings.api_keys and settings.api_keys_file is None
+    if is_keyless and settings.tls_client_ca is None:
+        logger.warning(
+            "whoever reaches %s can read and change everything: no API keys are set. Set KVINDEXER_API_KEYS or "
+            "KVINDEXER_API_KEYS_FILE, or listen on 127.0.0.1",
+            host,
+        )
+    elif not is_keyless and settings.tls_certificate is None:
+        logger.warning(
+            "API keys come to %s as plain text: set KVINDEXER_TLS_CERTIFICATE, unless a proxy or mesh encrypts",
+            host,
+        )
 
 
 def _leave(_number: int, _frame: FrameType | None) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from app.pods import Source, SourceState
-from app.routing import Candidate, Load, Outstanding, Policy, mean, rank
+from app.routing import RECENT_CHOICES, Candidate, Load, Outstanding, Policy, RecentWork, mean, rank
 from app.scoring import build_row
 from benchmarks.measure import print_line, print_machine
 
@@ -83,6 +83,7 @@ class Chooser:
         self._sources = [Source(f"pod-{n}", 0, n, block_size=BLOCK_TOKENS) for n in range(pods)]
         self._load_age_s = load_age_s
         self._books = Outstanding(decay_s=decay_s, places_max=pods)
+        self._work = RecentWork(choices=RECENT_CHOICES, places_max=pods)
         self._loads: list[Load | None] = [None] * pods
         self._read_at_s = float("-inf")
         self._request_tokens = 0.0
@@ -102,6 +103,7 @@ class Chooser:
             request_tokens=self._request_tokens or request.tokens,
         )
         self._books.add(ranked[0].candidate.place, now_s)
+        self._work.add(ranked[0].candidate.place, uncached=ranked[0].uncached_tokens, tokens=request.tokens)
         self._request_tokens = mean(self._request_tokens, request.tokens, share=0.02)
         return next(s.index_id for s in self._sources if s.pod == ranked[0].candidate.pod)
 
@@ -111,7 +113,8 @@ class Chooser:
             row = build_row(source, (depth,) * 5, unit=BLOCK_TOKENS, tokens=request.tokens, now_s=0.0)
             place = source.pod, 0
             own, turn = self._books.count(place, request.at_s), self._books.turn(place)
-            yield Candidate(source.pod, 0, row if depth else None, load, own, turn, SourceState.LIVE)
+            work = self._work.work(place)
+            yield Candidate(source.pod, 0, row if depth else None, load, own, turn, work, SourceState.LIVE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

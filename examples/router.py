@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -148,7 +149,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8_000)
     arguments = parser.parse_args()
     pods = dict(pod.split("=", 1) for pod in arguments.pod)
-    uvicorn.run(create_app(arguments.indexer, pods, arguments.model), port=arguments.port)
+    app = create_app(arguments.indexer, pods, arguments.model, api_key=os.environ.get("KVINDEXER_API_KEY"))
+    uvicorn.run(app, port=arguments.port)
 
 
 if __name__ == "__main__":

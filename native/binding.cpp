@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "answer_book.hpp"
+#include "event_payload.hpp"
 #include "flight_book.hpp"
 #include "fuzzy_index.hpp"
 #include "json_cut.hpp"
@@ -80,6 +81,10 @@ nb::bytes bytes_of(const std::vector<Row>& rows) {
 
 nb::bytes bytes_of(const std::vector<uint64_t>& words) { return nb::bytes(words.data(), words.size() * 8); }
 
+// A store of so many blocks lets other threads have the interpreter meanwhile. None of them has to do with
+// the index, which belongs to the thread of the event loop; but the one that reads the sockets would wait.
+constexpr size_t kBlocksWithoutInterpreter = 32;
+
 template <class Hashes>
 nb::bytes hashes_of(Hashes chain, size_t blocks) {
   std::vector<uint64_t> hashes(blocks);
@@ -122,8 +127,17 @@ void bind_index(nb::module_& m) {
            [](PrefixIndex& self, uint32_t source, uint32_t context, uint32_t tier, uint32_t group,
               const nb::bytes& engine_hashes, std::optional<uint64_t> parent, const nb::bytes& tokens,
               const std::optional<nb::tuple>& extra, Tick now, bool count_copies) {
-             const Stored stored = self.store({source, tier, group}, context, words_of(engine_hashes), parent,
-                                              data_of(tokens), extra_of(extra), now, count_copies);
+             const std::vector<uint64_t> names = words_of(engine_hashes);
+             const ExtraKeys keys = extra_of(extra);
+             const uint8_t* const data = data_of(tokens);
+             const auto store = [&] {
+               return self.store({source, tier, group}, context, names, parent, data, keys, now,
+                                 count_copies);
+             };
+             const Stored stored = names.size() < kBlocksWithoutInterpreter ? store() : [&] {
+               const nb::gil_scoped_release others_may_run;
+               return store();
+             }();
              return std::tuple(stored.stored, stored.orphans, stored.unknown);
            })
       .def("place",
@@ -189,6 +203,10 @@ void bind_index(nb::module_& m) {
                holders.emplace_back(holder.source, holder.tier, holder.group);
              return holders;
            })
+      .def("prefix_of",
+           [](PrefixIndex& self, uint32_t context, uint32_t source, uint32_t tier, uint32_t group,
+              uint64_t engine_hash,
+              Tick now) { return self.prefix_of(context, {source, tier, group}, engine_hash, now); })
       .def("names",
            [](PrefixIndex& self, uint64_t at, bool in_others, size_t names_max, Tick now) {
              std::vector<NameRun> runs;
@@ -584,6 +602,81 @@ nb::object msgpack_children(nb::handle data, size_t children_max) {
   return children;
 }
 
+// The buffers of one event.
+class EventBuffers {
+ public:
+  uint8_t* operator()(wire::Field field, size_t count, size_t width) {
+    nb::object& buffer = field == wire::Field::kTokenIds ? tokens : hashes;
+    buffer = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(count * width)));
+    if (!buffer.is_valid()) throw nb::python_error();
+    return reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(buffer.ptr()));
+  }
+
+  nb::object hashes, tokens;
+};
+
+// Null for text that is not UTF-8.
+nb::object text_or_none(const std::optional<std::string_view>& text) {
+  if (!text) return nb::none();
+  PyObject* decoded = PyUnicode_DecodeUTF8(text->data(), static_cast<Py_ssize_t>(text->size()), "strict");
+  if (decoded == nullptr) PyErr_Clear();
+  return nb::steal(decoded);
+}
+
+// A plain event as app/_native.pyi says; null when a text in it is not UTF-8.
+nb::object plain_event(const wire::PlainEvent& event, EventBuffers& buffers, size_t start, size_t end) {
+  const nb::object medium = text_or_none(event.medium);
+  if (!medium.is_valid()) return nb::object();
+  if (event.kind == wire::EventKind::kRemoved) {
+    return nb::make_tuple(start, end, std::move(buffers.hashes), medium, event.group);
+  }
+  const nb::object lora = text_or_none(event.lora);
+  const nb::object kind = text_or_none(event.spec_kind);
+  if (!lora.is_valid() || !kind.is_valid()) return nb::object();
+  const nb::object extra = event.extra_keys.empty() ? nb::object(nb::none()) : as_bytes(event.extra_keys);
+  return nb::make_tuple(start, end, std::move(buffers.hashes), medium, event.group, event.parent,
+                        std::move(buffers.tokens), event.block_size, lora, kind, extra);
+}
+
+// (time, rank or None, events), each event plain or raw; None for a payload that event_payload.hpp refuses.
+nb::object msgpack_events(nb::handle data, size_t children_max) {
+  const BufferView view(data);
+  wire::Batch batch;
+  if (!wire::open_batch(view.span(), children_max, batch)) return nb::none();
+  const uint8_t* const base = view.span().data();
+  EventBuffers buffers;
+  wire::EventReader reader(batch.cursor, children_max, buffers);
+  wire::PlainEvent event;
+  nb::list events;
+  for (size_t i = 0; i < batch.events; ++i) {
+    const uint8_t* const start = batch.cursor.at;
+    nb::object item;
+    if (reader.read(event)) {
+      item = plain_event(event, buffers, static_cast<size_t>(start - base),
+                         static_cast<size_t>(batch.cursor.at - base));
+    }
+    if (!item.is_valid()) {
+      batch.cursor.at = start;
+      if (wire::skip(batch.cursor) != wire::Fault::kNone) return nb::none();
+      item = as_bytes({start, static_cast<size_t>(batch.cursor.at - start)});
+    }
+    events.append(item);
+  }
+  wire::Span rank;
+  if (!wire::close_batch(batch, rank)) return nb::none();
+  return nb::make_tuple(as_bytes(batch.ts), rank.empty() ? nb::object(nb::none()) : as_bytes(rank), events);
+}
+
+// The parsers of JSON numbers one by one, for the tests to compare.
+template <typename Masks>
+nb::object scan_json(nb::handle data) {
+  const BufferView view(data);
+  std::vector<uint8_t> numbers(wire::json_capacity(view.span()) * sizeof(uint64_t));
+  size_t count = 0;
+  if (!wire::scan_digits<Masks, uint64_t>(view.span(), numbers.data(), count)) return nb::none();
+  return nb::bytes(numbers.data(), count * sizeof(uint64_t));
+}
+
 void bind_wire(nb::module_& m) {
   wire_error = PyErr_NewException("app._native.WireError", PyExc_ValueError, nullptr);
   if (wire_error == nullptr) throw nb::python_error();
@@ -606,6 +699,9 @@ void bind_wire(nb::module_& m) {
   m.def("json_cut", &json_cut, nb::arg("data"), nb::arg("numbers_max"), nb::arg("arrays_max"));
   m.def("json_child_count", &json_child_count, nb::arg("data"), nb::arg("count_max"));
   m.def("msgpack_child_count", &msgpack_child_count, nb::arg("data"));
+  m.def("msgpack_events", &msgpack_events, nb::arg("data"), nb::arg("children_max"));
+  m.def("scan_json", &scan_json<wire::FastMasks>, nb::arg("data"));
+  m.def("scan_json_by_words", &scan_json<wire::WordMasks>, nb::arg("data"));
   m.def("msgpack_children", &msgpack_children<1>, nb::arg("data"), nb::arg("children_max"));
   m.def("msgpack_grandchildren", &msgpack_children<2>, nb::arg("data"), nb::arg("children_max"));
 }

@@ -41,7 +41,7 @@ struct BlockRecord {
 class BlockPool {
  public:
   static constexpr uint32_t kChunk = 2048;  // records: 14 pages of 4 KiB without a byte left over
-  static constexpr uint64_t kIdsMax = uint64_t{1} << 32;
+  static constexpr uint64_t kIdsMax = (uint64_t{1} << 28) - 1;
 
   size_t size() const { return size_; }
   size_t bytes() const {

@@ -116,14 +116,19 @@ class HolderSets {
     bool added = false, valid = false;
   };
 
+  bool is_step(const Step& step, SetId id, uint32_t context, uint32_t slot, bool add) const {
+    return step.from == id && step.slot == slot && step.added == add && step.context == context &&
+           step.valid && step.from_generation == sets_[id].generation &&
+           step.to_generation == sets_[step.to].generation;
+  }
+
   SetId step(SetId id, uint32_t context, uint32_t slot, bool add) {
+    if (is_step(*last_step_, id, context, slot, add)) return last_step_->to;
     const uint64_t key =
         (uint64_t{id} << 33) ^ (uint64_t{slot} << 1) ^ (uint64_t{context} << 20) ^ (add ? 1 : 0);
     Step& cached = steps_[mix64(key) % steps_.size()];
-    if (cached.valid && cached.from == id && cached.slot == slot && cached.added == add &&
-        cached.context == context && cached.from_generation == sets_[id].generation &&
-        cached.to_generation == sets_[cached.to].generation)
-      return cached.to;
+    last_step_ = &cached;
+    if (is_step(cached, id, context, slot, add)) return cached.to;
     scratch_.assign(sets_[id].words.begin(), sets_[id].words.end());
     uint32_t first_word = sets_[id].first_word;
     const uint32_t word = slot / 64;
@@ -209,6 +214,7 @@ class HolderSets {
   std::vector<SetId> free_;
   SegmentedTable<Content> by_content_;
   std::array<Step, 4096> steps_{};
+  Step* last_step_ = &steps_[0];  // a run of blocks takes the same step
   std::vector<uint64_t> scratch_;
   size_t live_ = 0;
   size_t word_bytes_ = 0;

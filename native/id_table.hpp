@@ -2,23 +2,24 @@
 // small slices.
 //
 // Shape. A directory over the leading bits names segments (extendible hashing: Fagin, Nievergelt, Pippenger
-// and Strong 1979). A segment is a power of two of buckets, each a cache line with ten entries: a record's
+// and Strong 1979). A segment is a power of two of buckets, each a cache line with eleven entries: a record's
 // number and a tag, the 16 bits of its key behind those that lead to its bucket. So nearly every probe is one
-// cache line and one comparison of ten tags at once; an entry that found its bucket full lies in one behind
-// it, and the full one counts how many went by (as F14 does: Bronson and Shi 2019). Moving an entry needs no
-// look at its record while its tag and its bucket tell enough of its key; each split uses up one bit, and
-// after kStaleBitsMax of them the keys are read again.
+// cache line and one comparison of eleven tags at once; an entry that found its bucket full lies in one
+// behind it, and the full one counts how many went by (as F14 does: Bronson and Shi 2019). Moving an entry
+// needs no look at its record while its tag and its bucket tell enough of its key; each split uses up one
+// bit, and after kStaleBitsMax of them the keys are read again.
 //
 // A full segment (32 KiB) splits in two. Were all equally likely, all would fill and split at one time, and
 // the load of the table would swing between 0.92 and 0.46. So keys are bent first (`bend`): along the
 // directory their density falls to a half, smoothly, as in spiral storage (Martin 1979). Then at any moment
 // some segments split and others have just done so, the load of the whole stays about 0.66 at any size,
-// or 9.7 bytes an entry, and an entry is moved about once in a doubling.
+// or 8.5 bytes an entry, and an entry is moved about once in a doubling.
 //
-// Tried, with the time of 256 insertions into each of two such tables of 4M entries: entries of 6 bytes in
-// key order with gaps (ordered linear probing), in segments that grow by a page at a time, 8.2 bytes an
-// entry: 113 us; the same in segments that split (bent keys), 9.7 bytes: 100 us; huge pages under that: 12 %
-// less, but each costs 2 ms when it is touched first.
+// Tried, with the CPU time of storing 256 new blocks, two insertions each, in an index of 1M: entries of 6
+// bytes in key order with gaps (ordered linear probing), in segments that grow by a page at a time, 8.2 bytes
+// an entry: 85 us; the same in segments that split (bent keys), 9.7 bytes: 65 us; these buckets: 53 us, of
+// which a quarter is waiting for page walks. Huge pages take 12 % off, but each costs 2 ms when it is touched
+// first.
 //
 // Keys must be uniform in their leading bits. Skewed keys stay correct and cost linear time.
 #pragma once
@@ -27,6 +28,7 @@
 #include <bit>
 #include <cassert>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <vector>
 
@@ -134,7 +136,7 @@ class IdTable {
       if (segment.size != 0)
         for (uint32_t at = segment.home(spot); at < segment.count; ++at)
           if (const Bucket& bucket = segment.buckets()[at]; bucket.count != 0)
-            return bucket.ids[random % bucket.count];
+            return bucket.id(static_cast<uint32_t>(random % bucket.count));
       spot = segment.depth == 0 ? 0 : segment.first_spot + (uint64_t{1} << (64 - segment.depth));
     }
   }
@@ -153,7 +155,10 @@ class IdTable {
   }
 
  private:
-  static constexpr uint32_t kEntries = 10;  // of a bucket
+  static constexpr uint32_t kEntries = 11;  // of a bucket
+  static constexpr BlockId kIdMask = (BlockId{1} << 28) - 1;
+  static constexpr uint32_t kAwayMask = (1u << kEntries) - 1;
+  static_assert(BlockPool::kIdsMax <= kIdMask);
   static constexpr unsigned kTagBits = 16;
   static constexpr uint8_t kPassedMax = 255;  // so many or more: it is not counted down any more
   static constexpr size_t kSegmentPages = 8;  // of one that is full-grown
@@ -163,11 +168,16 @@ class IdTable {
 
   struct alignas(64) Bucket {
     uint16_t tags[kEntries];
-    uint8_t count;
-    uint8_t passed;  // entries of this bucket and of those before it that went on because it was full
-    uint16_t away;   // bit per entry: this is not its own bucket
-    BlockId ids[kEntries];
+    uint16_t count : 4;
+    uint16_t away : kEntries;  // bit per entry: this is not its own bucket
+    uint8_t passed;          // entries of this bucket and of those before it that went on because it was full
+    uint8_t packed_ids[39];  // 28 bits each
 
+    BlockId id(uint32_t place) const {
+      uint32_t bits;
+      std::memcpy(&bits, packed_ids + place * 7 / 2, sizeof(bits));
+      return bits >> (place & 1) * 4 & kIdMask;
+    }
     // Bit per entry with this tag.
     uint32_t matches(uint16_t tag) const {
       const uint32_t used = (1u << count) - 1;
@@ -183,24 +193,30 @@ class IdTable {
       return found & used;
 #endif
     }
-    uint32_t place_of(BlockId id) const {
+    uint32_t place_of(BlockId wanted) const {
       uint32_t place = 0;
-      while (place < count && ids[place] != id) ++place;
+      while (place < count && id(place) != wanted) ++place;
       return place < count ? place : kEntries;
     }
     void add(uint16_t tag, BlockId id, bool is_away) {
-      tags[count] = tag;
-      ids[count] = id;
-      away = static_cast<uint16_t>(away | (is_away ? 1u : 0u) << count);
+      set(count, tag, id, is_away);
       ++count;
     }
     void remove(uint32_t place) {
       --count;
-      tags[place] = tags[count];
-      ids[place] = ids[count];
-      const uint32_t moved = away >> count & 1u;
-      away = static_cast<uint16_t>((away & ~(1u << count) & ~(1u << place)) | moved << place);
-      if (place == count) away = static_cast<uint16_t>(away & ~(1u << place));
+      set(place, tags[count], id(count), (away >> count & 1) != 0);
+    }
+
+   private:
+    void set(uint32_t place, uint16_t tag, BlockId id, bool is_away) {
+      tags[place] = tag;
+      uint8_t* const at = packed_ids + place * 7 / 2;
+      const uint32_t shift = (place & 1) * 4;
+      uint32_t bits;
+      std::memcpy(&bits, at, sizeof(bits));
+      bits = (bits & ~(kIdMask << shift)) | id << shift;
+      std::memcpy(at, &bits, sizeof(bits));
+      away = static_cast<uint16_t>((away & ~(1u << place)) | (is_away ? 1u : 0u) << place) & kAwayMask;
     }
   };
   static_assert(sizeof(Bucket) == 64);
@@ -271,7 +287,7 @@ class IdTable {
     for (uint32_t seen = 0; seen < segment.count; ++seen) {
       const Bucket& bucket = buckets[at];
       for (uint32_t found = bucket.matches(tag); found != 0; found &= found - 1)
-        if (visit(bucket.ids[std::countr_zero(found)])) return;
+        if (visit(bucket.id(static_cast<uint32_t>(std::countr_zero(found))))) return;
       if (bucket.passed == 0) return;
       at = segment.next(at);
     }
@@ -281,7 +297,7 @@ class IdTable {
   static void for_each_in(const Segment& segment, Visit visit) {
     for (uint32_t at = 0; at < segment.count; ++at) {
       const Bucket& bucket = segment.buckets()[at];
-      for (uint32_t place = 0; place < bucket.count; ++place) visit(bucket.ids[place]);
+      for (uint32_t place = 0; place < bucket.count; ++place) visit(bucket.id(place));
     }
   }
 
@@ -368,7 +384,7 @@ class IdTable {
     for (uint32_t at = 0; at < segment.count; ++at) {
       const Bucket& bucket = segment.buckets()[at];
       for (uint32_t place = 0; place < bucket.count; ++place)
-        *to++ = {segment.spot(at, bucket.tags[place]), bucket.ids[place]};
+        *to++ = {segment.spot(at, bucket.tags[place]), bucket.id(place)};
       for (uint32_t away = read_keys ? 0 : bucket.away; away != 0; away &= away - 1) {
         Lifted& entry = *(to - bucket.count + std::countr_zero(away));
         entry.spot = kUnknown;
@@ -394,7 +410,7 @@ class IdTable {
     page_bytes_ += segment.memory.bytes();
     segment.count = buckets_in(pages);
     segment.bucket_bits = static_cast<uint8_t>(std::countr_zero(segment.count));
-    segment.fill_max = segment.count * kEntries * (segment.depth < kBentDepth ? 77 : 124) / 128;
+    segment.fill_max = segment.count * kEntries * (segment.depth < kBentDepth ? 77 : 122) / 128;
     segment.size = 0;
   }
 

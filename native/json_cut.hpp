@@ -34,10 +34,12 @@ inline Parsed parse_json_unsigned(Span data, uint8_t* out) {
 }
 
 inline Parsed parse_msgpack_unsigned(Span data, uint8_t* out) {
-  return parse_msgpack<uint64_t>(data, out, [](Cursor& cursor, uint64_t& number) {
-    const Integer read = read_integer(cursor);
-    number = read.bits;
-    return read.fault == Fault::kNone && read.negative ? Fault::kOutOfRange : read.fault;
+  return parse_msgpack(data, out, [](Cursor& cursor, size_t count, uint8_t* numbers) {
+    return read_elements<uint64_t>(cursor, 0, count, numbers, [](Cursor& at, uint64_t& number) {
+      const Integer read = read_integer(at);
+      number = read.bits;
+      return read.fault == Fault::kNone && read.negative ? Fault::kOutOfRange : read.fault;
+    });
   });
 }
 

@@ -170,6 +170,8 @@ class PrefixIndex {
   }
 
   std::vector<Place> holders(uint32_t context, uint64_t prefix, Tick now);
+  // The prefix that the place holds in this context under that name; none when it holds none.
+  std::optional<uint64_t> prefix_of(uint32_t context, const Place& place, uint64_t engine_hash, Tick now);
   // About `names_max` of what all slots hold, from `cursor` on (0 at first) in an order of the table's own;
   // true when there is no more.
   bool names(NameCursor& cursor, size_t names_max, Tick now, std::vector<NameRun>& runs);

@@ -616,6 +616,24 @@ std::vector<Place> PrefixIndex::holders(uint32_t id, uint64_t prefix, Tick now) 
   return found;
 }
 
+std::optional<uint64_t> PrefixIndex::prefix_of(uint32_t context_id, const Place& place, uint64_t engine_hash,
+                                               Tick now) {
+  const Context* const context = find_context(context_id);
+  const std::optional<uint32_t> slot = context == nullptr ? std::nullopt : context->find_slot(place);
+  std::optional<uint64_t> found;
+  if (!slot) return found;
+  each_name(mix64(engine_hash), [&](const Naming& name) {
+    if (!owns(name, *context, *slot)) return false;
+    const BlockId id = name.id != kNoBlock ? name.id : context->prefixes.find(name.other->prefix);
+    if (!holds(*slot, id, now)) return false;
+    const uint64_t prefix =
+        pool_[id].prefix;  // a copy: records are packed, so no reference may point into one
+    found = prefix;
+    return true;
+  });
+  return found;
+}
+
 bool PrefixIndex::names(NameCursor& cursor, size_t names_max, Tick now, std::vector<NameRun>& runs) {
   std::map<std::array<uint32_t, 4>, NameRun> by_slot;
   size_t work = 0;  // a name that nobody owns any more costs something too

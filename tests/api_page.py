@@ -100,7 +100,7 @@ def routes(http: httpx.Client) -> str:
 
 
 def _about(document: Document, operation: Mapping[str, Any], used: dict[str, None]) -> str:
-    lines = [_prose(operation["description"]), ""]
+    lines = [_prose(operation["description"]), "", _needed(operation), ""]
     parameters = [p for p in operation.get("parameters", ()) if p["in"] == "query"]
     if parameters:
         lines += ["| query parameter | type | meaning |", "|---|---|---|"]
@@ -123,6 +123,14 @@ def _about(document: Document, operation: Mapping[str, Any], used: dict[str, Non
             name = _model_name(schema)
             lines += [*_fields(document["components"]["schemas"][name], "field", used), ""]
     return "\n".join(lines)
+
+
+def _needed(operation: Mapping[str, Any]) -> str:
+    """The scope of the key, where keys are set."""
+    if not operation["security"]:
+        return "Needs no key."
+    (scope,) = operation["security"][0]["key"]
+    return f"Needs a key of scope `{scope}`, where keys are set."
 
 
 def _object(document: Document, name: str, used: dict[str, None]) -> str:

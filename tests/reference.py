@@ -370,6 +370,13 @@ class ReferenceIndex:
         self._advance(now)
         return sorted(slot[:3] for slot in self._slots_of(context, prefix_hash))
 
+    def prefix_of(
+        self, context: int, source: int, *, tier: int, group: int, engine_hash: int, now: int
+    ) -> int | None:
+        self._advance(now)
+        name = self._names.get((source, tier, group, context), {}).get(engine_hash)
+        return None if name is None else name.prefix
+
     def names(self, cursor: int, names_max: int, now: int) -> tuple[list[NameRun], int | None]:
         """The order is that of E itself; a slice ends behind the E with its `names_max`-th name."""
         self._advance(now)

@@ -90,3 +90,11 @@ def test_settings_are_frozen() -> None:
 
 def test_variable_names() -> None:
     assert variable("ttl_s") == "KVINDEXER_TTL_S"
+
+
+def test_several_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEB_CONCURRENCY", "2")
+    with pytest.raises(InvalidSettings, match=r"WEB_CONCURRENCY='2'.*replicas"):
+        load_settings()
+    monkeypatch.setenv("WEB_CONCURRENCY", "1")
+    assert load_settings() == Settings()

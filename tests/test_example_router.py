@@ -80,7 +80,7 @@ async def site(indexer_url: str, *, asked_url: str | None = None, pods: int = 3)
     """The router asks the indexer at `asked_url`."""
     cache = KVCacheSettings(capacity_pages=1_000, block_size=BLOCK_SIZE)
     pod = PodSettings(name="pod", model="simulated", speed=float("inf"), engine=EngineSettings(cache=cache))
-    async with Fleet(FleetSettings(pods=pods, pod=pod, indexer_url=indexer_url)) as fleet:
+    async with Fleet(FleetSettings(pods=pods, pod=pod, indexer_urls=(indexer_url,))) as fleet:
         app = create_app(asked_url or indexer_url, {run.name: run.url for run in fleet.pods}, "simulated")
         async with (
             app.router.lifespan_context(app),

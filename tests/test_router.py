@@ -75,6 +75,18 @@ def test_the_pod_that_has_it() -> None:
     assert [found.candidate.pod for found in fleet.last.ranked] == ["b", "a", "c"]
 
 
+def test_a_pod_that_comes_back_is_a_new_one() -> None:
+    fleet = Fleet("a", "b")
+    for _ in range(20):
+        fleet.choose(PROMPT, pods=frozenset({"a"}))
+    assert fleet.choose(PROMPT) == "b"
+    fleet.service.drop_pod("a")
+    fleet.service.register(PodSpec("a", "m", block_size=4))
+    fleet.choose(PROMPT)
+    before = {found.candidate.pod: found.candidate for found in fleet.last.ranked}
+    assert (before["a"].work, before["a"].own, before["a"].turn) == (0, 0, 0)
+
+
 # -- candidates
 
 

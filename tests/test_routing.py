@@ -1,20 +1,25 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
 
 from app.pods import Source, SourceState
 from app.routing import (
+    BALANCE_WEIGHT,
     DOUBT,
     LOAD_WEIGHT,
+    SEAT_SHARE,
     SPECULATIVE_CREDIT,
     TIER_CREDIT,
     Candidate,
     Load,
     Outstanding,
     Policy,
+    RecentWork,
+    excess,
     mean,
     pressure,
     rank,
@@ -45,9 +50,9 @@ def held(
 
 def candidate(
     name: str, row: MatchRow | None = None, *, load: Load | None = None, own: float = 0.0, turn: int = 0,
-    state: SourceState | None = SourceState.LIVE,
+    work: float = 0.0, state: SourceState | None = SourceState.LIVE,
 ) -> Candidate:  # fmt: skip
-    return Candidate(name, 0, row, load, own, turn, state)
+    return Candidate(name, 0, row, load, own, turn, work, state)
 
 
 def order(
@@ -152,12 +157,52 @@ def test_a_full_cache_costs_up_to_the_whole_prompt() -> None:
 def test_scale_of_prompts_does_not_matter() -> None:
     for scale in (1, 10):
         tokens = 1_600 * scale
-        busy = candidate("busy", held(tokens, gpu=80 * scale), load=Load(running=6))
+        busy = candidate("busy", held(tokens, gpu=80 * scale), load=Load(running=12))
         idle = candidate("idle", held(tokens, gpu=10 * scale), load=Load())
         ranked = rank(
             Policy.PREFIX_AND_LOAD, [busy, idle], tokens=tokens, block_size=UNIT, request_tokens=tokens
         )
         assert [found.score for found in ranked] == pytest.approx([0.1, 0.05])
+
+
+def test_idle_pods_are_balanced_by_the_work_given_lately() -> None:
+    """What is as dear everywhere goes where least was computed."""
+    shared = held(1_600, gpu=40)
+    pods = [candidate(name, shared, work=work) for name, work in (("a", 9_000), ("b", 1_000), ("c", 5_000))]
+    assert order(Policy.PREFIX_AND_LOAD, *pods) == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize(("more", "first"), [(1, "home"), (-1, "fresh")])
+def test_an_excess_is_worth_less_than_a_history(more: int, first: str) -> None:
+    """2 * BALANCE_WEIGHT of a prompt lie between the pod that did everything and the others."""
+    depth = int(100 * 2 * BALANCE_WEIGHT) + more
+    home = candidate("home", held(1_600, gpu=depth), work=1e9)
+    others = [candidate(name, work=0.0) for name in ("fresh", "new", "other")]
+    assert order(Policy.PREFIX_AND_LOAD, home, *others)[0] == first
+
+
+def test_one_request_is_no_trend() -> None:
+    """The second prompt of its kind goes where the first one went."""
+    first = candidate("first", held(1_600, gpu=99), work=1_600, turn=1)
+    assert order(Policy.PREFIX_AND_LOAD, first, *(candidate(name) for name in "bcdefgh"))[0] == "first"
+
+
+def test_excess_is_bounded_and_zero_where_nothing_is_known() -> None:
+    assert excess(0.0, 0.0, 0.0) == 0
+    assert excess(0.0, 500.0, 1_000.0) == -0.5
+    assert excess(1e9, 1_000.0, 500.0) == 1
+    assert excess(0.0, 1_000.0, 500.0) == -1
+
+
+def test_work_fades_with_choices_and_not_with_places() -> None:
+    books = RecentWork(choices=10, places_max=2)
+    books.add(("a", 0), uncached=100.0, tokens=400)
+    assert books.work(("a", 0)) == 100 + 400 * SEAT_SHARE
+    for _ in range(10):
+        books.add(("b", 0), uncached=0.0, tokens=0)
+    assert books.work(("a", 0)) == pytest.approx((100 + 400 * SEAT_SHARE) / math.e)
+    books.add(("c", 0), uncached=1.0, tokens=1)
+    assert (books.work(("a", 0)), len(books)) == (0, 2)
 
 
 def test_longest_prefix_minds_no_load_but_between_equals() -> None:

@@ -44,7 +44,7 @@ def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        found = re.fullmatch(r"kvindexer \S+ listens on http://127\.0\.0\.1:(\d+)\n", line)
+        found = re.fullmatch(r"kvindexer \S+ listens on https?://\S+:(\d+)\n", line)
         assert found, (line, process.poll())
         yield process, int(found[1])
     finally:

@@ -256,3 +256,67 @@ def test_nesting_costs_no_stack() -> None:
     assert _native.msgpack_children(deep, 10) == [deep[1:]]
     with pytest.raises(_native.WireError):
         _native.msgpack_children(deep[:-1], 10)
+
+
+# -- JSON numbers, 64 bytes of text at a time
+
+digit_runs = st.one_of(
+    st.integers(0, 2**64 - 1), st.sampled_from([10**power + step for power in range(20) for step in (-1, 0)])
+)
+
+
+def scanned(text: str) -> list[int] | None:
+    """What the scanners read, which must be the same with and without vector instructions."""
+    found = _native.scan_json(text.encode())
+    assert found == _native.scan_json_by_words(text.encode())
+    return None if found is None else memoryview(found).cast("Q").tolist()
+
+
+@given(
+    st.lists(digit_runs, min_size=1, max_size=90),
+    st.sampled_from([",", ", ", ",\n  ", ",\t\r "]),
+    st.sampled_from(["", " "]),
+)
+def test_scanner_reads_every_number(values: list[int], between: str, before: str) -> None:
+    assert scanned(f"[{before}{between.join(map(str, values))}]") == values
+
+
+@given(
+    st.text('0123456789,, \n-.[]e"', max_size=200),
+    st.lists(st.integers(0, 10**9), max_size=30),
+    st.integers(0, 200),
+)
+def test_scanner_reads_nothing_else(noise: str, values: list[int], place: int) -> None:
+    """Whatever it takes, Python's parser takes with the same result; what it refuses it may."""
+    usual = ",".join(map(str, values))
+    for text in (f"[{usual[:place]}{noise}{usual[place:]}]", f"[{noise}]", noise):
+        found = scanned(text)
+        if found is not None:
+            assert found == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[01]",
+        "[1,02,3]",
+        "[18446744073709551616]",
+        "[1,,2]",
+        "[1 2]",
+        "[,1]",
+        "[1,]",
+        "[]",
+        "[ ]",
+        "[1",
+        "1]",
+        "[1.0]",
+        "[-1]",
+        "[+1]",
+        "[1 ,2]",
+        "[1\x00]",
+        "[1,\x0b2]",
+    ],
+)
+def test_scanner_refuses(text: str) -> None:
+    assert scanned(text) is None
+    assert scanned(text.replace("[", "[" + "7, " * 100, 1)) is None or text in ("[]", "[ ]", "1]")

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from app import compatibility_schemas, schemas
+from app.api.access import needed_scope
 from app.api.bodies import JSON, MSGPACK, OCTETS
 from app.api.problems import CONTENT_TYPE as PROBLEM
 
@@ -21,6 +22,13 @@ _REFERENCE = "#/components/schemas/{model}"
 PROBLEMS: dict[str, Any] = {
     "description": "A problem.",
     "content": {PROBLEM: {"schema": {"$ref": _REFERENCE.format(model="Problem")}}},
+}
+_KEY = "key"
+_KEY_SCHEME = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "A key of KVINDEXER_API_KEYS or KVINDEXER_API_KEYS_FILE; where there is none, nothing is needed. "
+    "`write` includes `read`.",
 }
 _OCTET_SCHEMA = {
     "type": "string",
@@ -91,11 +99,21 @@ def install(app: FastAPI) -> None:
             made = get_openapi(
                 title=app.title, version=app.version, description=app.description, routes=app.routes
             )
-            made.setdefault("components", {}).setdefault("schemas", {}).update(_model_schemas())
+            components = made.setdefault("components", {})
+            components.setdefault("schemas", {}).update(_model_schemas())
+            components["securitySchemes"] = {_KEY: _KEY_SCHEME}
+            for path, item in made["paths"].items():
+                for method, operation in item.items():
+                    operation["security"] = _security(method.upper(), path)
             app.openapi_schema = made
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]
+
+
+def _security(method: str, path: str) -> list[dict[str, list[str]]]:
+    scope = needed_scope(method, path)
+    return [] if scope is None else [{_KEY: [scope.value]}]
 
 
 def _model_schemas() -> dict[str, Any]:

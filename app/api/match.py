@@ -13,6 +13,7 @@ from app.api.document import described
 from app.api.prompts import ARRAYS, HASHES_ALONE, make_query, read_query
 from app.api.wiring import Wiring, wiring_of
 from app.errors import IndexerError, InvalidInput
+from app.hints import Hint
 from app.schemas import (
     PODS_ASKED_MAX,
     BatchRequest,
@@ -104,6 +105,19 @@ def shown(result: MatchResult) -> dict[str, Any]:
     }
 
 
+def shown_hints(hints: tuple[Hint, ...]) -> list[dict[str, Any]] | None:
+    shown = [
+        {
+            "block": hint.block,
+            "tier": hint.tier.label,
+            "tokens": hint.tokens,
+            "metadata": msgspec.json.decode(hint.metadata),
+        }
+        for hint in hints
+    ]
+    return shown or None
+
+
 def _shown_row(row: MatchRow) -> dict[str, Any]:
     return {
         "pod": row.pod,
@@ -116,5 +130,5 @@ def _shown_row(row: MatchRow) -> dict[str, Any]:
         "speculative_blocks": row.speculative_blocks,
         "state": row.state,
         "last_event_age_s": row.last_event_age_s,
-        "hints": None,
+        "hints": shown_hints(row.hints),
     }

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from app import __version__
 from app.api import bodies, problems
-from app.api.document import described
+from app.api.document import PROBLEMS, described
 from app.api.wiring import wiring_of
 from app.metrics import CONTENT_TYPE
 from app.schemas import HealthResponse, StatsResponse
@@ -19,7 +19,8 @@ async def stats(request: Request) -> Response:
     """Figures of the index, the sources and the queries since the start."""
     wiring = wiring_of(request)
     replication = {} if wiring.replication is None else {"replication": wiring.replication()}
-    return bodies.answer(request, {**wiring.service.stats(), **replication})
+    figures = {**wiring.service.stats(), "discovery": wiring.discovery(), **replication}
+    return bodies.answer(request, figures)
 
 
 @router.get("/healthz", **described(HealthResponse))
@@ -43,7 +44,8 @@ async def readyz(request: Request) -> Response:
         200: {
             "description": "Prometheus text format.",
             "content": {"text/plain": {"schema": {"type": "string"}}},
-        }
+        },
+        "default": PROBLEMS,
     },
 )
 async def metrics(request: Request) -> Response:

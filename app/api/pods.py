@@ -14,6 +14,7 @@ from app.endpoints import check_metrics_url, rank_endpoints
 from app.errors import InvalidInput
 from app.events import Tier
 from app.pods import Pod, PodSpec, Source
+from app.redaction import redacted
 from app.schemas import Name, PodRequest, PodResponse, PodsResponse, RemovedResponse, RemoveFields
 
 _name: TypeAdapter[str] = TypeAdapter(Name)
@@ -104,7 +105,8 @@ def _shown(wiring: Wiring, pod: Pod) -> dict[str, Any]:
         "replay_endpoint": spec.replay_endpoint,
         "topic": spec.topic,
         "dp_size": spec.dp_size,
-        "metrics_url": spec.metrics_url,
+        "metrics_url": None if spec.metrics_url is None else redacted(spec.metrics_url),
+        "discovered_by": spec.discovered_by,
         "ranks": [_shown_rank(wiring, source) for _, source in sorted(pod.sources.items())],
     }
 

@@ -9,7 +9,9 @@ from fastapi import APIRouter, Request, Response
 from msgspec import Meta
 
 from app.api import bodies
+from app.api.access import may_write
 from app.api.document import described
+from app.api.match import shown_hints
 from app.api.prompts import ARRAYS, read_query
 from app.api.wiring import wiring_of
 from app.router import RouteResult
@@ -33,7 +35,10 @@ class _Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @router.post("/route", **described(RouteResponse, body=RouteRequest))
 async def route(request: Request) -> Response:
-    """Chooses a pod for a prompt by what each holds of it and how busy it is."""
+    """Chooses a pod for a prompt by what each holds of it and how busy it is.
+
+    With a key of scope `read` nothing is reserved, whatever `reserve` says: announcing is writing, as `/v1/prefixes` is.
+    """
     wiring = wiring_of(request)
     notation = bodies.content_type(request, bodies.JSON, bodies.MSGPACK)
     bodies.refuse_query(request)
@@ -47,7 +52,7 @@ async def route(request: Request) -> Response:
         query,
         policy=Policy(fields.policy),
         loads={pod: Load(said.running, said.waiting, said.kv_usage) for pod, said in loads.items()},
-        reserve=fields.reserve,
+        reserve=fields.reserve and may_write(request),
         ttl_s=fields.ttl_s,
         dry_run=fields.dry_run,
     )
@@ -72,6 +77,7 @@ def _shown(result: RouteResult, fields: RouteFields) -> dict[str, Any]:
         "tokens": match.tokens,
         "blocks": match.blocks,
         "reserved_blocks": result.reserved_blocks,
+        "hints": None if best.candidate.row is None else shown_hints(best.candidate.row.hints),
         "candidates": [_shown_row(row, match.tokens) for row in rows[: fields.top_k or CANDIDATES_SHOWN]],
         "prefix_hashes": None if hashes is None else bodies.numbers_of(hashes),
     }

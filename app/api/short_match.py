@@ -1,6 +1,7 @@
 """`POST /v1/match` on the short way: tokens and hashes go from the body to the index as buffers.
 
-Reads JSON without `extra_keys` and `include_hashes`, and raw bodies with any query. See app/api/short_way.py.
+Reads JSON without `extra_keys` and `include_hashes`, and raw bodies with any query; answers that have hints go the
+long way. See app/api/short_way.py.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def answer(wiring: Wiring, notation: str, query_string: bytes, body: bytes) -> b
     if query is None:
         return None
     result = wiring.service.match_json(query)
+    if result is None:
+        return None
     wiring.metrics.observe_match(result.deepest_blocks)
     return result.body
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 from fastapi import FastAPI, Request
 
 from app.config import Settings
+from app.connections import ConnectionLimits
 from app.metrics import Metrics
 from app.router import Router
 from app.service import IndexerService
@@ -29,7 +30,9 @@ class Wiring:
     not_ready: Callable[[], list[tuple[str, str]]]
     router: Router
     tokenizer: Tokenizer
+    connections: ConnectionLimits
     replication: Callable[[], dict[str, Any]] | None = None
+    discovery: Callable[[], list[dict[str, Any]]] = list  # how each place goes
 
 
 def attach(app: FastAPI, wiring: Wiring) -> None:

@@ -1,4 +1,4 @@
-"""The command `kvindexer`. Exit status: 0 done, 1 the work failed, 2 wrong usage.
+"""The command `kvindexer`. Exit status: 0 done, 1 the work failed, 2 wrong usage, 130 interrupted before it began.
 
 One file a group of commands. Those that talk to an indexer do it by HTTP (connection.py) and import neither
 the service nor the index; `hash` computes here (app/hashing.py). Every command takes `--json`: one JSON
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -27,7 +27,7 @@ import typer
 from app import __version__
 from app.errors import IndexerError, InvalidSettings, NativeCoreMissing
 
-DONE, FAILED, WRONG_USAGE = 0, 1, 2
+DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
 cli = typer.Typer(
     name="kvindexer",
@@ -37,11 +37,14 @@ cli = typer.Typer(
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits."""
+def main(arguments: Sequence[str] | None = None, *, loaded: Callable[[], None] = lambda: None) -> None:
+    """Runs the command line and exits; calls `loaded` before the command has its turn."""
     try:
         _add_commands()
+        loaded()
         cli(args=list(sys.argv[1:] if arguments is None else arguments), prog_name="kvindexer")
+    except KeyboardInterrupt:  # before the command had its turn; it knows better what to do with one
+        sys.exit(INTERRUPTED)
     except InvalidSettings as error:
         _say(f"kvindexer: {error}")
         sys.exit(WRONG_USAGE)

@@ -26,6 +26,12 @@ def serve(
     port: Annotated[int | None, _setting("port")] = None,
     pod: Annotated[list[str] | None, _setting("pods", "--pod")] = None,
     pods_file: Annotated[Path | None, _setting("pods_file")] = None,
+    discovery_dns: Annotated[list[str] | None, _setting("discovery_dns")] = None,
+    discovery_kubernetes: Annotated[str | None, _setting("discovery_kubernetes")] = None,
+    api_keys_file: Annotated[Path | None, _setting("api_keys_file")] = None,
+    tls_certificate: Annotated[Path | None, _setting("tls_certificate")] = None,
+    tls_key: Annotated[Path | None, _setting("tls_key")] = None,
+    tls_client_ca: Annotated[Path | None, _setting("tls_client_ca")] = None,
     ttl_s: Annotated[float | None, _setting("ttl_s")] = None,
     contexts_max: Annotated[int | None, _setting("contexts_max")] = None,
     prefixes_per_context_max: Annotated[int | None, _setting("prefixes_per_context_max")] = None,
@@ -40,6 +46,7 @@ def serve(
 ) -> None:
     """Start the indexer: one process, no other service. Every setting has a KVINDEXER_... variable too."""
     options = {**locals(), "pods": tuple(pod) if pod else None}
+    options["discovery_dns"] = tuple(discovery_dns) if discovery_dns else None
     del options["pod"]
     settings = load_settings(**{name: value for name, value in options.items() if value is not None})
     # Imported here: the native core comes with it.

@@ -21,6 +21,7 @@ from app.client.circuit import Circuit, CircuitState
 from app.client.values import (
     Candidate,
     EventsAnswer,
+    Hint,
     Load,
     MatchAnswer,
     MatchRow,
@@ -40,6 +41,7 @@ __all__ = [
     "Client",
     "ClientSettings",
     "EventsAnswer",
+    "Hint",
     "Load",
     "MatchAnswer",
     "MatchRow",

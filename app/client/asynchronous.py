@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -27,6 +28,7 @@ from app.client.values import (
 class AsyncClient:
     """Connections to one indexer; of one event loop. See `app.client` for what every call may raise.
 
+    `tls` is for an indexer whose certificate no public authority has signed, or that asks for one of the client.
     `clock` gives monotonic seconds, for tests.
     """
 
@@ -35,6 +37,7 @@ class AsyncClient:
         url: str,
         *,
         api_key: str | None = None,
+        tls: ssl.SSLContext | None = None,
         settings: ClientSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -48,6 +51,7 @@ class AsyncClient:
             headers=calls.authorization(api_key),
             limits=calls.limits(self.settings),
             timeout=None,  # the budget is one deadline over everything
+            verify=True if tls is None else tls,
             trust_env=False,
         )
 

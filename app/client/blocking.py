@@ -7,6 +7,7 @@ could stretch a call; a router that must not trust its indexer so far uses the a
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -31,6 +32,7 @@ from app.client.values import (
 class Client:
     """Connections to one indexer; safe to share between threads. See `app.client` for what a call may raise.
 
+    `tls` is for an indexer whose certificate no public authority has signed, or that asks for one of the client.
     `clock` gives monotonic seconds, for tests.
     """
 
@@ -39,6 +41,7 @@ class Client:
         url: str,
         *,
         api_key: str | None = None,
+        tls: ssl.SSLContext | None = None,
         settings: ClientSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -51,6 +54,7 @@ class Client:
             base_url=url,
             headers=calls.authorization(api_key),
             limits=calls.limits(self.settings),
+            verify=True if tls is None else tls,
             trust_env=False,
         )
 

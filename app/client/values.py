@@ -71,6 +71,15 @@ class Load(msgspec.Struct, frozen=True):
     kv_usage: float = 0.0
 
 
+class Hint(msgspec.Struct, frozen=True):
+    """What an engine said of a block beside its tokens; `tokens` is where the block ends in the prompt."""
+
+    block: int
+    tier: str
+    tokens: int
+    metadata: dict[str, Any]
+
+
 class MatchRow(msgspec.Struct, frozen=True):
     """How much of the prompt one rank of one pod holds, and how far that can be trusted."""
 
@@ -84,7 +93,7 @@ class MatchRow(msgspec.Struct, frozen=True):
     state: str
     speculative_blocks: int = 0
     last_event_age_s: float | None = None
-    hints: Any = None
+    hints: tuple[Hint, ...] | None = None
 
 
 class MatchAnswer(msgspec.Struct, frozen=True):
@@ -130,6 +139,7 @@ class RouteAnswer(msgspec.Struct, frozen=True):
     tokens: int = 0
     blocks: int = 0
     reserved_blocks: int = 0
+    hints: tuple[Hint, ...] | None = None
     candidates: tuple[Candidate, ...] = ()
     degraded: bool = False
     cause: str = ""

@@ -3,6 +3,7 @@
 const DEADLINE_MS = 5000;
 
 export class Problem extends Error {}
+export class Locked extends Problem {}
 
 // A failure in a sentence: what the indexer says, or that it says nothing.
 export function said(error) {
@@ -20,11 +21,16 @@ export function useKey(value) {
   sessionStorage.setItem("kvindexer-key", value);
 }
 
+function locked() {
+  return new Locked(key ? "this API key is not known" : "an API key is needed: type it in here");
+}
+
 async function send(path, options = {}) {
   const headers = { Accept: "application/json", ...options.headers };
   if (key) headers.Authorization = `Bearer ${key}`;
   const response = await fetch(path, { ...options, headers, signal: AbortSignal.timeout(DEADLINE_MS) });
   if (response.ok) return response;
+  if (response.status === 401) throw locked();
   const problem = await response.json().catch(() => ({}));
   const places = (problem.errors ?? []).map((fault) => `${fault.field}: ${fault.detail}`);
   throw new Problem([problem.detail ?? problem.title ?? `HTTP ${response.status}`, ...places].join("; "));
@@ -41,6 +47,7 @@ export async function live(seen, signal) {
   const headers = { Accept: "text/event-stream" };
   if (key) headers.Authorization = `Bearer ${key}`;
   const response = await fetch("v1/live", { headers, signal });
+  if (response.status === 401) throw locked();
   if (!response.ok) throw new Problem(`the live feed answers ${response.status}`);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -12,6 +12,7 @@ const short = new Intl.NumberFormat("en", { notation: "compact", maximumFraction
 const bytes = (n) => (n < 1 << 20 ? `${(n / 1024).toFixed(0)} KiB` : `${(n / (1 << 20)).toFixed(1)} MiB`);
 const milliseconds = (s) => (s < 0.001 ? `≤ ${(s * 1e6).toFixed(0)} µs` : `≤ ${(s * 1000).toFixed(1)} ms`);
 
+const keyField = document.getElementById("api-key");
 const connection = document.getElementById("connection");
 const figures = document.getElementById("figures");
 const charts = document.getElementById("charts");
@@ -71,7 +72,9 @@ async function poll() {
     offerModels(stats.contexts.map((context) => context.model).concat(pods.map((pod) => pod.model)));
     connection.dataset.state = "ok";
     connection.textContent = `up ${Math.floor(stats.uptime_s / 60)} min`;
+    keyField.removeAttribute("aria-invalid");
   } catch (error) {
+    keyField.toggleAttribute("aria-invalid", error instanceof api.Locked);
     connection.dataset.state = "away";
     connection.textContent = error instanceof api.Problem ? error.message : "the indexer does not answer; what you see is old";
   }
@@ -93,7 +96,6 @@ function chooseTheme() {
   });
 }
 
-const keyField = document.getElementById("api-key");
 keyField.value = api.apiKey();
 keyField.addEventListener("change", () => api.useKey(keyField.value.trim()));
 chooseTheme();

@@ -2,7 +2,8 @@
 
 It knows one thing by itself, how many of its own requests each pod has, and tells the indexer with every
 question. When the indexer does not answer in time the next pod in turn is taken (`alone` counts that): losing the
-indexer costs hits, never requests.
+indexer costs hits, never requests. Of several indexers, replicas of one another, each is asked in turn, and the next
+one where that does not answer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -42,11 +43,11 @@ class Served:
 
 
 class Router:
-    """Of one policy and one fleet: `urls` are the pods' addresses by name. Close neither of the two clients here."""
+    """Of one policy and one fleet: `urls` are the pods' addresses by name. Close none of the clients here."""
 
     def __init__(
         self,
-        indexer: AsyncClient,
+        indexers: Sequence[AsyncClient],
         http: httpx.AsyncClient,
         model: str,
         urls: Mapping[str, str],
@@ -57,12 +58,13 @@ class Router:
         self.figures = {pod: PodFigures() for pod in urls}
         self.delays_s: list[float] = []
         self.alone = 0
-        self._indexer = indexer
+        self._indexers = list(indexers)
         self._http = http
         self._model = model
         self._words = Words(VOCABULARY)
         self._in_flight = Counter[str]()
         self._turns = itertools.count()
+        self._questions = itertools.count()
 
     def set_pods(self, urls: Mapping[str, str]) -> None:
         """From now on; figures of pods that are gone stay."""
@@ -93,19 +95,25 @@ class Router:
         return served
 
     async def _choose(self, prompt: list[int]) -> str:
+        first = next(self._questions) % len(self._indexers)
+        for indexer in self._indexers[first:] + self._indexers[:first]:
+            pod = await self._ask(indexer, prompt)
+            if pod is not None:
+                return pod
+        self.alone += 1
+        return list(self.urls)[next(self._turns) % len(self.urls)]
+
+    async def _ask(self, indexer: AsyncClient, prompt: list[int]) -> str | None:
         try:
-            answer = await self._indexer.route(
+            answer = await indexer.route(
                 Prompt(model=self._model, token_ids=prompt),
                 pods=list(self.urls),
                 loads={pod: Load(running=self._in_flight[pod]) for pod in self.urls},
                 policy=self.policy,
             )
         except Refused:
-            answer = None
-        if answer is None or answer.pod not in self.urls:
-            self.alone += 1
-            return list(self.urls)[next(self._turns) % len(self.urls)]
-        return answer.pod
+            return None
+        return answer.pod if answer.pod in self.urls else None
 
     async def _stream(self, pod: str, prompt: list[int], max_tokens: int) -> Served:
         body = {

@@ -17,11 +17,12 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from app.client import AsyncClient
+from app.client import AsyncClient, ClientSettings
 from app.demo.indexer_process import running_indexer
 from app.demo.router import Router
-from app.demo.source import TrafficSource
+from app.demo.source import Source, TraceSource, TrafficSource
 from app.errors import InvalidInput, Unresponsive
+from app.experiment.trace import Trace
 from app.simulator.engine_settings import EngineSettings
 from app.simulator.fleet import Fleet, FleetSettings
 from app.simulator.kv_cache import KVCacheSettings
@@ -29,6 +30,7 @@ from app.simulator.pod import PodSettings
 
 MODEL = "simulated"
 POD_TIMEOUT_S = 60.0
+INDEXER_BUDGET_S = 2.0  # pods, indexer and router share one machine here, and it may be a busy one
 PODS_INTERVAL_S = 2.0  # between two looks at which pods the indexer knows
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -37,16 +39,22 @@ Show = Callable[[Sequence[Router], float, str], None]  # routers, elapsed second
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DemoSettings:
-    """`rate` is sessions a second, of some four requests on average; `seconds` None runs until a signal."""
+    """`rate` is sessions a second, of some four requests on average; `seconds` None runs until a signal.
+
+    With a `trace` its requests are the traffic instead, `speed` seconds of it in one.
+    """
 
     policies: tuple[str, ...] = ("prefix_and_load", "round_robin")
     pods: int = 4
     blocks: int = 2_000
+    block_size: int = 16
     rate: float = 3.0
     seconds: float | None = 60.0
     refresh_s: float = 0.5
     port: int = 0
     seed: int = 1
+    trace: Trace | None = None
+    speed: float = 1.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -66,17 +74,18 @@ async def run_demo(settings: DemoSettings, show: Show) -> DemoOutcome:
 
 
 async def run_traffic(
-    settings: DemoSettings, indexer_url: str, api_key: str | None, show: Show
+    settings: DemoSettings, indexer_urls: Sequence[str], api_key: str | None, show: Show
 ) -> DemoOutcome:
-    """Through an indexer that runs already, to all pods of the model that say where their metrics are."""
-    outcome = DemoOutcome(dashboard=f"{indexer_url}/")
+    """Through indexers that run already, replicas of one another, to all pods of the model that say where their
+    metrics are."""
+    outcome = DemoOutcome(dashboard=f"{indexer_urls[0]}/")
 
     async def body() -> None:
-        async with _clients(indexer_url, api_key) as (indexer, http):
-            urls = await _wait_for_pods(http, indexer_url, api_key)
+        async with _clients(indexer_urls, api_key) as (indexers, http):
+            urls = await _wait_for_pods(http, indexer_urls, api_key)
             for policy in settings.policies:
-                outcome.routers.append(Router(indexer, http, MODEL, urls, policy))
-            follower = asyncio.create_task(_follow_pods(http, indexer_url, api_key, outcome.routers))
+                outcome.routers.append(Router(indexers, http, MODEL, urls, policy))
+            follower = asyncio.create_task(_follow_pods(http, indexer_urls, api_key, outcome.routers))
             try:
                 await _drive(settings, outcome, show)
             finally:
@@ -112,83 +121,102 @@ async def _with_own_fleets(settings: DemoSettings, outcome: DemoOutcome, show: S
     async with contextlib.AsyncExitStack() as stack:
         url = await stack.enter_async_context(running_indexer(settings.port))
         outcome.dashboard = f"{url}/"
-        indexer, http = await stack.enter_async_context(_clients(url, None))
+        indexers, http = await stack.enter_async_context(_clients([url], None))
         for policy in settings.policies:
             fleet = await stack.enter_async_context(Fleet(_fleet_settings(settings, policy, url)))
             urls = {running.name: running.url for running in fleet.pods}
-            outcome.routers.append(Router(indexer, http, MODEL, urls, policy))
+            outcome.routers.append(Router(indexers, http, MODEL, urls, policy))
         await _drive(settings, outcome, show)
 
 
 def _fleet_settings(settings: DemoSettings, policy: str, url: str) -> FleetSettings:
-    cache = KVCacheSettings(capacity_pages=settings.blocks)
+    cache = KVCacheSettings(capacity_pages=settings.blocks, block_size=settings.block_size)
     pod = PodSettings(
         name=policy.replace("_", "-"), model=MODEL, engine=EngineSettings(cache=cache, waiting_max=10_000)
     )
-    return FleetSettings(pods=settings.pods, pod=pod, indexer_url=url)
+    return FleetSettings(pods=settings.pods, pod=pod, indexer_urls=(url,))
 
 
 @contextlib.asynccontextmanager
-async def _clients(url: str, api_key: str | None) -> AsyncIterator[tuple[AsyncClient, httpx.AsyncClient]]:
+async def _clients(
+    urls: Sequence[str], api_key: str | None
+) -> AsyncIterator[tuple[list[AsyncClient], httpx.AsyncClient]]:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=200)
-    async with (
-        AsyncClient(url, api_key=api_key) as indexer,
-        httpx.AsyncClient(timeout=POD_TIMEOUT_S, limits=limits, trust_env=False) as http,
-    ):
-        yield indexer, http
+    async with contextlib.AsyncExitStack() as stack:
+        settings = ClientSettings(budget_s=INDEXER_BUDGET_S)
+        indexers = [
+            await stack.enter_async_context(AsyncClient(url, api_key=api_key, settings=settings))
+            for url in urls
+        ]
+        http = httpx.AsyncClient(timeout=POD_TIMEOUT_S, limits=limits, trust_env=False)
+        yield indexers, await stack.enter_async_context(http)
 
 
 async def _drive(settings: DemoSettings, outcome: DemoOutcome, show: Show) -> None:
-    """Traffic through every router until time is up."""
+    """Traffic through every router until time is up, or a trace."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     sources = [
-        asyncio.create_task(TrafficSource(router, rate=settings.rate, seed=settings.seed).run())
-        for router in outcome.routers
+        asyncio.create_task(_source(settings, router).run(), name=router.policy) for router in outcome.routers
     ]
     try:
         while settings.seconds is None or loop.time() - began_s < settings.seconds:
             show(outcome.routers, loop.time() - began_s, outcome.dashboard)
-            # Also ends when a source does, which it only does for a fault of ours.
-            done, _ = await asyncio.wait(
-                sources, timeout=settings.refresh_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, open_sources = await asyncio.wait(sources, timeout=settings.refresh_s)
             for task in done:
-                await task
+                await task  # made-up traffic only ends for a fault of ours
+            if not open_sources:
+                break
     finally:
         for task in sources:
             task.cancel()
         await asyncio.gather(*sources, return_exceptions=True)
 
 
+def _source(settings: DemoSettings, router: Router) -> Source:
+    if settings.trace is not None:
+        return TraceSource(router, settings.trace, speed=settings.speed)
+    return TrafficSource(router, rate=settings.rate, seed=settings.seed)
+
+
 async def _wait_for_pods(
-    http: httpx.AsyncClient, indexer_url: str, api_key: str | None, deadline_s: float = 60.0
+    http: httpx.AsyncClient, indexer_urls: Sequence[str], api_key: str | None, deadline_s: float = 60.0
 ) -> dict[str, str]:
     """Once there is one."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + deadline_s
     while True:
         try:
-            urls = await _served_pods(http, indexer_url, api_key)
+            urls = await _known_pods(http, indexer_urls, api_key)
             if urls:
                 return urls
             cause = "it knows none of the model"
         except Unresponsive as error:
             cause = str(error)
         if loop.time() > deadline:
-            raise Unresponsive(f"the indexer at {indexer_url} has no pods to send to: {cause}")
+            raise Unresponsive(f"the indexer at {' and '.join(indexer_urls)} has no pods to send to: {cause}")
         await asyncio.sleep(0.2)
 
 
 async def _follow_pods(
-    http: httpx.AsyncClient, indexer_url: str, api_key: str | None, routers: Sequence[Router]
+    http: httpx.AsyncClient, indexer_urls: Sequence[str], api_key: str | None, routers: Sequence[Router]
 ) -> None:
     while True:
         await asyncio.sleep(PODS_INTERVAL_S)
         with contextlib.suppress(Unresponsive, InvalidInput):
-            urls = await _served_pods(http, indexer_url, api_key)
+            urls = await _known_pods(http, indexer_urls, api_key)
             for router in routers if urls else ():
                 router.set_pods(urls)
+
+
+async def _known_pods(
+    http: httpx.AsyncClient, indexer_urls: Sequence[str], api_key: str | None
+) -> dict[str, str]:
+    """Of the first that answers."""
+    for url in indexer_urls[:-1]:
+        with contextlib.suppress(Unresponsive):
+            return await _served_pods(http, url, api_key)
+    return await _served_pods(http, indexer_urls[-1], api_key)
 
 
 async def _served_pods(http: httpx.AsyncClient, indexer_url: str, api_key: str | None) -> dict[str, str]:

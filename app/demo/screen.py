@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 
 from app.demo.router import Router
+from app.errors import InvalidInput
 from app.experiment.runner import percentile
+
+PICTURE_COLUMNS = 84
 
 
 def build_tables(routers: Sequence[Router], *, elapsed_s: float, dashboard: str) -> Group:
@@ -26,6 +32,20 @@ def build_tables(routers: Sequence[Router], *, elapsed_s: float, dashboard: str)
             )
         pods.add_section()
     return Group(pods, policy_table(routers))
+
+
+def draw(tables: Group, path: Path) -> None:
+    """As a terminal shows them, in an SVG that needs nothing from elsewhere. Raises InvalidInput."""
+    console = Console(record=True, width=PICTURE_COLUMNS, file=io.StringIO(), force_terminal=True)
+    console.print(tables)
+    text = console.export_svg(title="kvindexer demo", unique_id="demo")
+    # The fonts would be fetched from the net; what the reader's machine has will do.
+    text = re.sub(r"\s*@font-face \{.*?\}", "", text, flags=re.DOTALL)
+    text = text.replace("font-family: Fira Code, monospace", "font-family: monospace")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be written: {error}", field="picture") from error
 
 
 def policy_table(routers: Sequence[Router]) -> Table:

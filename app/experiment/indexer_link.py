@@ -42,11 +42,12 @@ class IndexerLink:
 
     def __init__(self, url: str, model: str, *, api_key: str | None = None) -> None:
         address = urllib.parse.urlsplit(url)
-        if address.scheme != "http" or address.hostname is None:
-            raise InvalidInput(f"{url!r} is not the http address of an indexer", field="url")
+        if address.scheme not in ("http", "https") or address.hostname is None:
+            raise InvalidInput(f"{url!r} is not the address of an indexer", field="url")
         self.url = url
         self.model = model
-        self._http = http.client.HTTPConnection(address.hostname, address.port or 80, timeout=TIMEOUT_S)
+        connect = http.client.HTTPConnection if address.scheme == "http" else http.client.HTTPSConnection
+        self._http = connect(address.hostname, address.port, timeout=TIMEOUT_S)
         self._headers = {"Content-Type": _MSGPACK, "Accept": _MSGPACK}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"

@@ -460,6 +460,13 @@ class PrefixIndex:
         """(source, tier, group) of every slot that holds the prefix, sorted; for tests and dumps."""
         return sorted(self._core.holders(context, prefix_hash, now))
 
+    def prefix_of(
+        self, context: int, source: int, *, tier: int, group: int, engine_hash: int, now: int
+    ) -> int | None:
+        """The prefix hash of what the slot (source, tier, group) holds in the context by that name; None for
+        nothing, a context or a source that is gone included."""
+        return self._core.prefix_of(context, source, tier, group, engine_hash, now)
+
     def names(self, cursor: int, names_max: int, now: int) -> tuple[list[NameRun], int | None]:
         """One slice, one run a slot, and the next cursor."""
         assert names_max > 0, "a slice without names would never come to an end"

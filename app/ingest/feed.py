@@ -1,9 +1,9 @@
 """The bounded way from the receiver thread to the one writer on the event loop.
 
 The thread puts whole batches, still undecoded, and what its trackers found out, in stream order; one
-scheduled call on the loop drains them in slices of `drain_slice_s`, so that queries wait for a slice at
-most and never for a backlog. Decoding happens in the drain: it needs the interpreter either way, and the
-thread keeps up with the sockets.
+scheduled call on the loop drains them in slices of `drain_slice_s` (a batch at the least), and between two of
+them the loop has a round of its own, so that queries wait for a slice or two and never for a backlog.
+Decoding happens in the drain: it needs the interpreter either way, and the thread keeps up with the sockets.
 
 Full means full: the thread stops reading, ZMQ's own queues fill, the publisher drops, and the gap is
 replayed. The bounds may be passed by what one input of a tracker sets free, which is what its source held
@@ -59,7 +59,7 @@ class QueueLimits:
 
     queue_batches_max: int = 8_192
     queue_bytes_max: int = 128 * 1024 * 1024
-    drain_slice_s: float = 0.002
+    drain_slice_s: float = 0.00025
 
 
 @dataclasses.dataclass(slots=True)
@@ -187,7 +187,8 @@ class Feed:
         finally:
             if self._queue and not self._drain_scheduled and not self._closed and not self._is_blocked():
                 self._drain_scheduled = True
-                self._loop.call_soon(self._drain)
+                # Not in the next round but in the one after: a request takes a round to be read and one to be answered.
+                self._loop.call_soon(self._loop.call_soon, self._drain)
             if self._reading_paused and not self._fills(0.5):
                 self._reading_paused = False
                 self._resume_reading()

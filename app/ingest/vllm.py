@@ -14,6 +14,7 @@ batch raise UnreadableBatch, and nothing else is ever raised, whatever the bytes
     wire_notation   msgpack and JSON behind one face
     wire_fields     one event's fields: what is acceptable, and the reasons for rejecting
     wire_decode     msgpack batches; events from either notation
+    wire_payload    msgpack batches, natively where they are the usual ones
     wire_json       the JSON body
     wire_encode     what an engine of each release would publish
     wire_frames     ZMQ frames: live, replay request, replay reply
@@ -21,7 +22,6 @@ batch raise UnreadableBatch, and nothing else is ever raised, whatever the bytes
 
 from __future__ import annotations
 
-from app.ingest.wire_decode import decode_batch
 from app.ingest.wire_encode import Cleared, EngineHash, Removed, Stored, WireEvent, WireForm, encode_batch
 from app.ingest.wire_fields import Reject
 from app.ingest.wire_frames import (
@@ -36,6 +36,7 @@ from app.ingest.wire_frames import (
     parse_replay_request,
 )
 from app.ingest.wire_json import EventPost, decode_event_post, decode_json_events
+from app.ingest.wire_payload import decode_batch
 
 __all__ = [
     "END_SEQ",

@@ -40,6 +40,7 @@ from app.ingest.wire_fields import (
     read_parent,
     read_scalar,
     read_size,
+    read_span,
     read_text,
     read_tier,
     read_token_ids,
@@ -47,6 +48,8 @@ from app.ingest.wire_fields import (
 from app.ingest.wire_notation import CHILDREN_MAX, MSGPACK, Malformed, Notation, Raw, Scalar
 
 RANK_MAX = 65_535
+METADATA_BYTES_MAX = 65_536  # of a block; `hint_bytes_max` bounds what is kept of it
+HINTS_BYTES_MAX = 16 * 1024 * 1024  # of a line of a dump
 
 _RANK_FIELDS = ("data_parallel_rank", "attn_dp_rank", "dp_rank")  # of a batch that is a map
 
@@ -71,21 +74,18 @@ _PREFIXES_FIELDS = (
     "lora_name",
     "medium",
     "group_idx",
+    "hints",
 )  # ours, of a dump
 _REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 _CLEARED_FIELDS = ("medium",)
 
 # Cache groups whose blocks cover all their tokens. In the others (sliding window, state space, cross
 # attention) a stored block does not mean that its prefix can be reused.
-_INDEXABLE_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
+INDEXABLE_KINDS = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 
 
 def decode_batch(payload: bytes | memoryview, *, block_size: int | None = None) -> EventBatch:
-    """The msgpack payload of one message, of any engine and release.
-
-    `block_size` is the pod's, in tokens; None when it is not known yet. Raises UnreadableBatch when the
-    payload is not a batch, which says nothing about the next one.
-    """
+    """What app/ingest/wire_payload.py does faster, in every form and by this module alone."""
     try:
         batch = _native.msgpack_grandchildren(payload, CHILDREN_MAX)
     except _native.WireError as error:
@@ -104,7 +104,7 @@ def decode_batch(payload: bytes | memoryview, *, block_size: int | None = None) 
         rank = next((batch[name] for name in _RANK_FIELDS if name in batch), None)
     if not isinstance(events, list):
         raise UnreadableBatch("the events of a batch are an array", field="events")
-    return decode_events(MSGPACK, events, ts=_batch_ts(ts), dp_rank=_batch_rank(rank), block_size=block_size)
+    return decode_events(MSGPACK, events, ts=batch_ts(ts), dp_rank=batch_rank(rank), block_size=block_size)
 
 
 def decode_events(
@@ -121,9 +121,9 @@ def decode_events(
     rejected: list[RejectedEvent] = []
     for index, raw in enumerate(events):
         try:
-            event = _decode_event(notation, raw, block_size)
+            event = decode_event(notation, raw, block_size)
         except Rejected as fault:
-            rejected.append(RejectedEvent(index=index, reason=fault.reason.value, detail=fault.detail))
+            rejected.append(fault.at(index))
             continue
         if event is not None:
             decoded.append(event)
@@ -138,7 +138,8 @@ def decode_events(
     )
 
 
-def _batch_ts(raw: object) -> float | None:
+def batch_ts(raw: object) -> float | None:
+    """Of a raw value, None when there is none. Raises UnreadableBatch."""
     value = _batch_scalar(raw, "ts")
     if value is None:
         return None
@@ -148,7 +149,8 @@ def _batch_ts(raw: object) -> float | None:
     return ts if math.isfinite(ts) else None
 
 
-def _batch_rank(raw: object) -> int | None:
+def batch_rank(raw: object) -> int | None:
+    """The same."""
     value = _batch_scalar(raw, "dp_rank")
     if value is None:
         return None
@@ -168,8 +170,8 @@ def _batch_scalar(raw: object, field: str) -> Scalar:
         raise UnreadableBatch(f"not a plain value: {error}", field=field) from error
 
 
-def _decode_event(notation: Notation, raw: Raw, pod_block_size: int | None) -> Event | None:
-    """None: ignored. Raises Rejected."""
+def decode_event(notation: Notation, raw: Raw, pod_block_size: int | None) -> Event | None:
+    """One event. None: ignored. Raises Rejected."""
     try:
         children = notation.children(raw)
     except Malformed as error:
@@ -195,7 +197,7 @@ def _decode_event(notation: Notation, raw: Raw, pod_block_size: int | None) -> E
 
 def _decode_stored(notation: Notation, fields: Fields, pod_block_size: int | None) -> BlockStored | None:
     kind = read_text(notation, fields, "kv_cache_spec_kind")
-    if kind is not None and kind not in _INDEXABLE_KINDS:
+    if kind is not None and kind not in INDEXABLE_KINDS:
         return None
     hashes = read_hashes(notation, fields)
     if not hashes:
@@ -234,6 +236,7 @@ def _decode_stored(notation: Notation, fields: Fields, pod_block_size: int | Non
         tier=tier,
         group=group,
         extra_keys=extra_keys[:full_blocks] if extra_keys is not None else None,
+        metadata=read_span(notation, fields, "metadata", METADATA_BYTES_MAX),
     )
 
 
@@ -260,6 +263,7 @@ def _decode_prefixes(notation: Notation, fields: Fields, _: int | None) -> Prefi
         lora=read_lora(notation, fields),
         tier=read_tier(notation, fields),
         group=read_group(notation, fields),
+        hints=read_span(notation, fields, "hints", HINTS_BYTES_MAX),
     )
 
 

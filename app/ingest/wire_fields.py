@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from app import _native
 from app.errors import InvalidInput
-from app.events import Tier
+from app.events import RejectedEvent, Tier
 from app.extra_keys import event_extra_keys
 from app.ingest.wire_notation import KEY_BYTES_MAX, Malformed, Notation, Raw, Scalar
 
@@ -47,9 +47,13 @@ class Rejected(InvalidInput):
         super().__init__(f"{field}: {detail}" if field else detail, field=field)
         self.reason = reason
 
+    def at(self, index: int) -> RejectedEvent:
+        """What the batch says of it."""
+        return RejectedEvent(index=index, reason=self.reason.value, detail=self.detail)
+
 
 # `medium` in lower case; absent means gpu.
-_TIERS: Mapping[str, Tier] = {
+TIERS: Mapping[str, Tier] = {
     **dict.fromkeys(("gpu", "device", "hbm"), Tier.GPU),
     **dict.fromkeys(("cpu", "cpu_pinned", "host"), Tier.CPU),
     **dict.fromkeys(("storage", "fs", "disk", "ssd", "nvme"), Tier.DISK),
@@ -125,6 +129,17 @@ def read_parent(notation: Notation, fields: Fields) -> int | None:
         raise Rejected(Reject.BAD_HASH, detail, field="parent_block_hash") from error
 
 
+def read_span(notation: Notation, fields: Fields, name: str, bytes_max: int) -> bytes | None:
+    """The value as it came: whoever wants it reads it. Past `bytes_max` it is empty, and so no value."""
+    raw = fields.get(name)
+    if raw is None:
+        return None
+    span = bytes(raw)
+    if span == notation.null:
+        return None
+    return span if len(span) <= bytes_max else b""
+
+
 def read_token_ids(notation: Notation, fields: Fields) -> bytes:
     raw = _required(fields, "token_ids")
     try:
@@ -138,7 +153,7 @@ def read_tier(notation: Notation, fields: Fields) -> Tier:
     medium = read_text(notation, fields, "medium")
     if medium is None:
         return Tier.GPU
-    tier = _TIERS.get(medium.lower())
+    tier = TIERS.get(medium.lower())
     if tier is None:
         raise Rejected(Reject.UNKNOWN_MEDIUM, f"no tier is known for {medium[:64]!r}", field="medium")
     return tier

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 import select
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any, Self
 
 import httpx
 
+from app.config import variable
 from app.errors import InvalidInput, Unresponsive
 
 POLL_INTERVAL_S = 0.002
@@ -103,11 +105,16 @@ def _pod_path(pod: str) -> str:
 
 
 @contextlib.contextmanager
-def own_indexer() -> Iterator[str]:
-    """The URL of an indexer started for this one check, on a free port, and stopped after it."""
+def own_indexer(**settings: object) -> Iterator[str]:
+    """The URL of an indexer started for this one check, on a free port, and stopped after it.
+
+    `settings` are on top of those of the environment.
+    """
+    environment = {**os.environ, **{variable(name): str(value) for name, value in settings.items()}}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "app", "serve", "--host", "127.0.0.1", "--port", "0"],
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,

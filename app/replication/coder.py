@@ -248,6 +248,7 @@ class Coder:
             lora=lora,
             tier=event.tier,
             group=event.group,
+            metadata=event.metadata,
         )
 
     def _chain(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import socket
@@ -10,8 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from app.errors import InvalidInput, Unresponsive
+
 if TYPE_CHECKING:
     from app.simulator.fleet import Fleet, FleetSettings
+
+ANNOUNCE_INTERVAL_S = 5.0  # an indexer that restarted without a snapshot knows no pods
 
 
 def simulate(
@@ -28,6 +33,11 @@ def simulate(
     ] = 0,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a chunk of the offload tier.")] = 256,
     world_size: Annotated[int, typer.Option(min=1, help="Workers that share a chunk.")] = 1,
+    connector: Annotated[
+        bool, typer.Option(help="Report metadata beside blocks, and prefetch what hints name.")
+    ] = True,
+    offset_hints: Annotated[bool, typer.Option(help="With the connector: offset hints in it.")] = True,
+    cla_metadata: Annotated[bool, typer.Option(help="With the connector: CLA groups in it.")] = True,
     draft_tokens: Annotated[int, typer.Option(min=0, help="Speculative tokens a decoding step tries.")] = 0,
     speed: Annotated[float, typer.Option(help="Simulated seconds in a second; inf does not wait.")] = 1.0,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -41,9 +51,12 @@ def simulate(
     zmq_port: Annotated[int, typer.Option(min=0, help="First port for events; 0: free ones.")] = 0,
     replay_port: Annotated[int, typer.Option(min=0, help="First port for replays; 0: free ones.")] = 0,
     form: Annotated[str, typer.Option(help="Wire form of the events, by its first release.")] = "MAPS_0_33",
-    indexer: Annotated[str | None, typer.Option(help="Indexer to register the pods at.")] = None,
+    indexer: Annotated[
+        list[str] | None,
+        typer.Option(help="Indexer to register the pods at; given several times, each follows them."),
+    ] = None,
     publish_http: Annotated[
-        bool, typer.Option(help="Post events to the indexer instead of publishing them by ZMQ.")
+        bool, typer.Option(help="Post events to the (first) indexer instead of publishing them by ZMQ.")
     ] = False,
     api_key: Annotated[
         str | None, typer.Option(envvar="KVINDEXER_API_KEY", help="A key of scope `write`.")
@@ -52,6 +65,7 @@ def simulate(
 ) -> None:
     """Run pods that behave like engines, without GPUs, until interrupted."""
     from app.ingest.vllm import WireForm
+    from app.simulator.connector import ConnectorSettings
     from app.simulator.engine_settings import EngineSettings
     from app.simulator.fleet import FleetSettings
     from app.simulator.kv_cache import KVCacheSettings
@@ -60,7 +74,7 @@ def simulate(
 
     if form not in WireForm.__members__:
         raise typer.BadParameter(f"one of {', '.join(WireForm.__members__)}", param_hint="--form")
-    if publish_http and indexer is None:
+    if publish_http and not indexer:
         raise typer.BadParameter("needs --indexer", param_hint="--publish-http")
     offload = OffloadSettings(
         model=model, world_size=world_size, chunk_tokens=chunk_tokens, capacity_chunks=max(1, offload_chunks)
@@ -69,6 +83,9 @@ def simulate(
         cache=KVCacheSettings(capacity_pages=blocks, block_size=block_size),
         offload=offload if offload_chunks else None,
         draft_tokens=draft_tokens,
+        connector=ConnectorSettings(offset_hints=offset_hints, cla_metadata=cla_metadata)
+        if connector
+        else None,
     )
     hostname = socket.gethostname()
     pod = PodSettings(
@@ -83,22 +100,30 @@ def simulate(
         advertised_host=hostname if by_hostname else None,
         zmq_port=zmq_port,
         replay_port=replay_port,
-        events_url=indexer if publish_http else None,
+        events_url=indexer[0] if publish_http and indexer else None,
         events_api_key=api_key,
     )
-    settings = FleetSettings(pods=pods, pod=pod, http_port=port, indexer_url=indexer, api_key=api_key)
+    settings = FleetSettings(
+        pods=pods, pod=pod, http_port=port, indexer_urls=tuple(indexer or ()), api_key=api_key
+    )
     asyncio.run(_run(settings, as_json=as_json))
 
 
 async def _run(settings: FleetSettings, *, as_json: bool) -> None:
-    from app.simulator.fleet import Fleet
+    from app.simulator.fleet import Fleet, announce
 
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     async with Fleet(settings) as fleet:
         typer.echo(json.dumps(_listing(fleet)) if as_json else _table(fleet))
-        await ended.wait()
+        while not ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), ANNOUNCE_INTERVAL_S)
+            for url in settings.indexer_urls if not ended.is_set() else ():
+                # An indexer that is away hears of them when it is back; one that refuses says so in its own log.
+                with contextlib.suppress(Unresponsive, InvalidInput):
+                    await announce(url, fleet.pods, api_key=settings.api_key)
 
 
 def _listing(fleet: Fleet) -> list[dict[str, object]]:

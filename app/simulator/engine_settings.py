@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from app.simulator.connector import ConnectorSettings
 from app.simulator.kv_cache import KVCacheSettings
 from app.simulator.offload import OffloadSettings
 
@@ -26,11 +27,15 @@ class TimeModel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """`offload` None: no tier behind the GPU. `draft_tokens`: speculative tokens a decoding step tries."""
+    """`offload` None: no tier behind the GPU. `connector` None: no metadata beside blocks.
+
+    `draft_tokens`: speculative tokens that a decoding step tries.
+    """
 
     cache: KVCacheSettings = dataclasses.field(default_factory=KVCacheSettings)
     time: TimeModel = dataclasses.field(default_factory=TimeModel)
     offload: OffloadSettings | None = None
+    connector: ConnectorSettings | None = dataclasses.field(default_factory=ConnectorSettings)
     running_max: int = 256
     waiting_max: int = 1_024
     step_tokens_max: int = 8_192

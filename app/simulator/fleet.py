@@ -28,13 +28,14 @@ PODS_MAX = 1_024
 class FleetSettings:
     """`pod` is what all have in common; its name gets the pod's number, its ports the pod's place.
 
-    `http_port` is that of the first pod, 0 takes free ones. `indexer_url` None registers nowhere.
+    `http_port` is that of the first pod, 0 takes free ones. Pods are registered at each of
+    `indexer_urls`.
     """
 
     pods: int = 4
     pod: PodSettings = dataclasses.field(default_factory=lambda: PodSettings(name="pod"))
     http_port: int = 0
-    indexer_url: str | None = None
+    indexer_urls: tuple[str, ...] = ()
     api_key: str | None = None
     same_hash_seed: bool = False
 
@@ -115,13 +116,22 @@ class Fleet:
                 stack.push_async_callback(running.stop)
                 await running.start()
                 self.pods.append(running)
-            if self.settings.indexer_url is not None:
-                await register(self.settings.indexer_url, self.pods, api_key=self.settings.api_key)
+            for url in self.settings.indexer_urls:
+                await announce(url, self.pods, api_key=self.settings.api_key)
+            if self.settings.indexer_urls:
+                await self._wait_until_heard()
             self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
+
+    async def _wait_until_heard(self) -> None:
+        """Some indexer listens to every pod that publishes by ZMQ; of several, not each needs to."""
+        for running in self.pods:
+            for publisher in running.pod.publishers:
+                if not await asyncio.to_thread(publisher.wait_subscribed, 10.0):
+                    raise Unresponsive(f"no indexer subscribed to {publisher.endpoint} within 10 s")
 
     def _pod_settings(self, number: int) -> PodSettings:
         common = self.settings.pod
@@ -140,8 +150,8 @@ class Fleet:
         return first + offset if first else 0
 
 
-async def register(url: str, pods: Sequence[RunningPod], *, api_key: str | None = None) -> None:
-    """Tell an indexer where the pods' events are, and wait until it listens to those that publish by ZMQ."""
+async def announce(url: str, pods: Sequence[RunningPod], *, api_key: str | None = None) -> None:
+    """Tell an indexer where the pods' events are. Idempotent; one that has restarted may have forgotten it."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=10.0) as http:
         for running in pods:
@@ -151,10 +161,6 @@ async def register(url: str, pods: Sequence[RunningPod], *, api_key: str | None 
                 raise Unresponsive(f"no answer from the indexer at {url}: {error}") from error
             if response.is_error:
                 raise InvalidInput(f"the indexer refused {running.name}: {response.text[:500]}")
-    for running in pods:
-        for publisher in running.pod.publishers:
-            if not await asyncio.to_thread(publisher.wait_subscribed, 10.0):
-                raise Unresponsive(f"the indexer did not subscribe to {publisher.endpoint} within 10 s")
 
 
 class _QuietServer(uvicorn.Server):

@@ -96,7 +96,8 @@ class Rank:
     def _boot(self) -> None:
         self.engine = Engine(self._settings)
         self.hints = EventHints(self._prefetch)
-        self.connector = Connector(backend=self.hints)
+        settings = self._settings.connector
+        self.connector = Connector(settings, backend=None if settings is None else self.hints)
 
     # -- life
 
@@ -242,9 +243,16 @@ class Rank:
         """Before a prompt is looked up: what is known of its prefix may bring blocks closer."""
         known = self.connector.on_load_kv_layer(0, hint) or ()
         named = [fields for fields in known if isinstance(fields.get("block"), int)]
-        self.connector.prefetch_blocks(
-            (float(fields.get("priority", 0)), fields["block"]) for fields in named
-        )
+        self.connector.prefetch_blocks((_priority(fields), fields["block"]) for fields in named)
 
     def _prefetch(self, block: int) -> bool:
         return self.engine.offload is not None and self.engine.offload.prefetch(block)
+
+
+def _priority(hint: dict[str, Any]) -> float:
+    """What it says, else the beginning of a prompt first: nothing behind a hole is of use."""
+    for name, sign in (("priority", 1.0), ("tokens", -1.0)):
+        value = hint.get(name)
+        if isinstance(value, int | float):
+            return sign * value
+    return 0.0

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 import pytest
 
-from app.api.observation import RequestObservation
 from app.config import Settings, load_settings
 from app.main import Application, create_app
 from app.service import IndexerService
@@ -34,13 +34,7 @@ class Indexer:
     def __init__(self, settings: Settings, clock: Clock, *, way: str = "short") -> None:
         self.clock = clock
         self.settings = settings
-        self.app: Application = create_app(settings, clock=clock)
-        if way == "long":
-            self.app.front = RequestObservation(
-                self.app.framework,
-                metrics=self.app.state.wiring.metrics,
-                access_log_every=settings.access_log_every,
-            )
+        self.app: Application = create_app(settings, clock=clock, short_way=way == "short")
         self._runner = asyncio.Runner()
         self._lifespan = self.app.router.lifespan_context(self.app)
         self._runner.run(self._lifespan.__aenter__())
@@ -62,6 +56,39 @@ class Indexer:
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         return self.request("POST", path, **({"json": body} if body is not None else {}), **options)
+
+    def raw(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        """A request as a server hands it on, which no client library has tidied: status, headers, body."""
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": body}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "server": ("indexer", 80),
+            "method": method,
+            "path": unquote(path),
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+        }
+
+        async def call() -> None:
+            await self.app(scope, receive, send)
+
+        self._runner.run(call())
+        said = {name.decode(): value.decode() for name, value in sent[0].get("headers", ())}
+        return sent[0]["status"], said, b"".join(message.get("body", b"") for message in sent[1:])
 
     def events(self, *events: dict[str, Any], pod: str = "pod-a", **fields: Any) -> httpx.Response:
         return self.post("/v1/events", {"pod": pod, "model": "m", "events": list(events), **fields})

@@ -99,3 +99,15 @@ def test_examples_are_taken(indexer: Indexer, document: dict[str, Any]) -> None:
 
 def test_page_for_people(indexer: Indexer) -> None:
     assert "openapi.json" in indexer.get("/docs").text
+
+
+def test_what_each_route_needs_is_said(document: dict[str, Any]) -> None:
+    """tests/api/test_access.py shows that it holds."""
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    said = {(method, path): operation["security"] for path, method, operation in operations(document)}
+    assert said["get", "/healthz"] == said["get", "/readyz"] == []
+    assert said["post", "/v1/match"] == said["get", "/metrics"] == [{"key": ["read"]}]
+    assert said["post", "/v1/events"] == said["post", "/register"] == [{"key": ["write"]}]
+    assert {
+        needed for (method, _), (*needs,) in said.items() for needed in map(str, needs) if method == "delete"
+    } == {"{'key': ['write']}"}

@@ -35,7 +35,7 @@ def test_whole_answer(filled: Indexer) -> None:
     (hashes,) = [answer.pop("prefix_hashes")]
     assert hashes == filled.post("/v1/hashes", {"model": "m", "token_ids": TOKENS}).json()["prefix_hashes"]
     (row,) = answer.pop("candidates")
-    assert answer.pop("score") == row.pop("score") == pytest.approx(1 - (2 + 18 / 8) / 18)
+    assert answer.pop("score") == row.pop("score") == pytest.approx(1 - (2 + 18 / 16) / 18)
     assert answer == {
         "pod": "pod-a",
         "dp_rank": 0,
@@ -46,6 +46,7 @@ def test_whole_answer(filled: Indexer) -> None:
         "tokens": 18,
         "blocks": 4,
         "reserved_blocks": 0,
+        "hints": None,
     }
     assert row == {
         "pod": "pod-a",

@@ -34,6 +34,7 @@ ARGUMENTS = [
 ]
 DEADLINE_MS = 15_000
 BLOCK_SIZE = 16
+KEY = "a-key-for-the-dashboard"
 BLOCKS = 12
 PROMPT = random.Random(1).choices(range(32_000), k=BLOCKS * BLOCK_SIZE)
 
@@ -69,13 +70,17 @@ class Indexer:
         self.process.communicate(timeout=30)
         self.process = None
 
-    def post(self, path: str, body: dict[str, object]) -> None:
+    def post(self, path: str, body: dict[str, object], key: str | None = None) -> None:
         headers = {"Content-Type": "application/json"}
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=30) as response:
             assert response.status == 200
 
-    def store(self, pod: str, blocks: int, *, seq: int = 0, medium: str = "GPU") -> None:
+    def store(
+        self, pod: str, blocks: int, *, seq: int = 0, medium: str = "GPU", key: str | None = None
+    ) -> None:
         event = {
             "type": "BlockStored",
             "block_hashes": list(range(1, blocks + 1)),
@@ -85,7 +90,7 @@ class Indexer:
             "medium": medium,
         }
         body = {"pod": pod, "dp_rank": 0, "model": "m", "seq": seq, "ts": time.time(), "events": [event]}
-        self.post("/v1/events", body)
+        self.post("/v1/events", body, key)
 
 
 @pytest.fixture
@@ -260,6 +265,41 @@ def test_page_says_that_the_indexer_is_away_and_recovers(page: Page, indexer: In
     indexer.start()
     expect(connection).to_have_attribute("data-state", "ok", timeout=DEADLINE_MS)
     expect(page.locator("#pods tbody tr")).to_have_count(0)
+
+
+def test_page_asks_for_a_key_and_works_with_it(browser: Browser) -> None:
+    """It comes with a 401; the key goes with every call, the live feed included, and never into an address."""
+    guarded = Indexer(KVINDEXER_API_KEYS=f"{KEY}:read,{KEY}-of-pods:write")
+    guarded.start()
+    try:
+        with browser.new_context(viewport={"width": 1280, "height": 1000}) as context:
+            page = context.new_page()
+            addresses: list[str] = []
+            page.on("request", lambda request: addresses.append(request.url))
+            answer = page.goto(guarded.url + "/")
+            assert answer is not None
+            assert answer.status == 401
+            connection = page.locator("#connection")
+            expect(connection).to_have_text("an API key is needed: type it in here")
+            take(page, "locked")
+            field = page.get_by_label("API key")
+            field.fill("another key")
+            field.press("Tab")
+            expect(connection).to_have_text("this API key is not known", timeout=DEADLINE_MS)
+            field.fill(KEY)
+            field.press("Tab")
+            expect(connection).to_have_attribute("data-state", "ok", timeout=DEADLINE_MS)
+            ask(page, "1 2 3")
+            expect(page.locator("#answer")).to_contain_text("nobody holds the first block")
+            page.reload()
+            expect(connection).to_have_attribute("data-state", "ok", timeout=DEADLINE_MS)
+            guarded.store("pod-a", 3, key=f"{KEY}-of-pods")
+            expect(page.locator("#live li").filter(has_text="batch")).to_contain_text(
+                "pod=pod-a", timeout=DEADLINE_MS
+            )
+            assert not any(KEY in address for address in addresses)
+    finally:
+        guarded.stop()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import pytest
 from app.client import AsyncClient
 from app.demo.router import Router
 from app.replay.indexer import own_indexer
+from tests.experiment.traces import conversations, write_mooncake
 
 DEADLINE_S = 60.0
 
@@ -92,6 +95,46 @@ def test_lines_and_a_summary_without_a_terminal() -> None:
     assert "\x1b" not in output
 
 
+def test_a_trace_is_the_traffic_and_its_end_is_the_end(tmp_path: Path) -> None:
+    rows = conversations(sessions=6, turns=3)
+    trace = write_mooncake(tmp_path / "trace.jsonl.gz", rows)
+    fast = str(max(1.0, rows[-1]["timestamp"] / 3_000))
+    process = start(
+        "demo", "--trace", str(trace), "--speed", fast, "--pods", "2", "--seconds", "40", "--json"
+    )
+    output, errors = finish(process)
+    assert process.returncode == 0, errors
+    said = json.loads(output)
+    assert not said["interrupted"]
+    for figures in said["policies"].values():
+        assert (figures["requests"], figures["failed"], figures["routed_alone"]) == (len(rows), 0, 0)
+        assert figures["hit_rate"] > 0
+
+
+def test_a_picture_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    picture = tmp_path / "demo.svg"
+    process = start("demo", "--seconds", "1", "--pods", "1", "--picture", str(picture), "--json")
+    output, errors = finish(process)
+    assert (process.returncode, errors) == (0, "")
+    assert json.loads(output)["policies"]
+    text = picture.read_text()
+    assert "prefix_and_load" in text.replace("&#95;", "_")
+    assert set(re.findall(r"https?://[a-z.]+", text)) <= {
+        "http://www.w",
+        "https://www.textualize.io",
+        "http://",
+    }
+    assert "url(" not in text.replace("url(#", "")
+
+
+def test_a_trace_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+    process = start("demo", "--trace", str(tmp_path / "none.jsonl"), "--seconds", "1")
+    output, errors = finish(process)
+    assert (process.returncode, output) == (1, "")
+    assert "cannot be read" in errors
+    assert "Traceback" not in errors
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_the_middle_ends_everything_with_a_summary(number: signal.Signals) -> None:
     process = start("demo", "--pods", "2", "--seconds", "600")
@@ -114,14 +157,28 @@ def test_the_whole_group_is_interrupted_as_a_terminal_does_it() -> None:
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize("after_s", [0.6, 0.9, 1.2, 1.5, 1.8])
-def test_a_signal_while_it_starts_leaves_nothing(after_s: float) -> None:
-    process = start("demo", "--pods", "3", "--seconds", "600")
-    # Whatever moment of the start this hits: the claim is about every one of them.
+@pytest.mark.parametrize("number", range(8))
+def test_a_signal_at_any_moment_leaves_nothing_and_no_traceback(number: int, tmp_path: Path) -> None:
+    """From the first line of ours to the traffic; whatever moment this hits, the claim is about every one of them."""
+    after_s = random.uniform(0.1, 2.5)
+    trace = write_mooncake(tmp_path / "trace.jsonl", conversations(sessions=20, turns=4))
+    process = start(
+        "demo", "--pods", "3", "--seconds", "600", *(["--trace", str(trace)] if number % 2 else [])
+    )
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(after_s)
-    process.send_signal(signal.SIGINT)
-    finish(process)
+    process.send_signal((signal.SIGINT, signal.SIGTERM)[number // 4])
+    output, errors = finish(process)
+    said = f"after {after_s:.3f} s: {process.returncode} {output} {errors}"
+    if process.returncode == 0:
+        assert "interrupted" in output, said
+        assert "Traceback" not in errors, said
+    elif process.returncode == 130:
+        assert (output, errors) == ("", ""), said
+    else:
+        # Before any line of ours could run, or asked to terminate before it had begun anything: the system's own.
+        assert process.returncode in (-signal.SIGINT, -signal.SIGTERM), said
+        assert output == "", said
 
 
 def test_a_taken_port_is_one_sentence() -> None:
@@ -170,7 +227,7 @@ def test_traffic_reaches_the_pods_that_an_indexer_knows(fleet: tuple[str, subpro
 def test_a_router_follows_pods_that_come_and_go() -> None:
     async def follow() -> Router:
         async with AsyncClient("http://127.0.0.1:9") as nobody, httpx.AsyncClient() as http:
-            router = Router(nobody, http, "simulated", {"a": "http://127.0.0.1:9"}, "prefix_and_load")
+            router = Router([nobody], http, "simulated", {"a": "http://127.0.0.1:9"}, "prefix_and_load")
             await router.send([1, 2, 3], 1)
             router.set_pods({"b": "http://127.0.0.1:9", "c": "http://127.0.0.1:9"})
             for _ in range(4):
@@ -190,7 +247,7 @@ def test_a_router_goes_on_in_turn_without_its_indexer(fleet: tuple[str, subproce
 
     async def send() -> Router:
         async with AsyncClient("http://127.0.0.1:9") as nobody, httpx.AsyncClient(trust_env=False) as http:
-            router = Router(nobody, http, "simulated", urls, "prefix_and_load")
+            router = Router([nobody], http, "simulated", urls, "prefix_and_load")
             for number in range(4):
                 served = await router.send(list(range(number, number + 40)), 3)
                 assert served is not None
@@ -202,12 +259,41 @@ def test_a_router_goes_on_in_turn_without_its_indexer(fleet: tuple[str, subproce
     assert [figures.requests for figures in router.figures.values()] == [2, 2]
 
 
+def test_replicas_are_asked_in_turn_and_one_of_them_is_enough(
+    fleet: tuple[str, subprocess.Popen[str]],
+) -> None:
+    url, _ = fleet
+    urls = {
+        pod["pod"]: pod["metrics_url"].removesuffix("/metrics")
+        for pod in httpx.get(f"{url}/v1/pods").json()["pods"]
+    }
+
+    def asked() -> float:
+        text = httpx.get(f"{url}/metrics").text
+        return float(text.partition("\nkvindexer_route_choices_round_robin_total ")[2].split()[0])
+
+    async def send() -> Router:
+        async with (
+            AsyncClient("http://127.0.0.1:9") as nobody,
+            AsyncClient(url) as indexer,
+            httpx.AsyncClient(trust_env=False) as http,
+        ):
+            router = Router([nobody, indexer], http, "simulated", urls, "round_robin")
+            for number in range(4):
+                assert await router.send(list(range(number, number + 40)), 3) is not None
+        return router
+
+    before = asked()
+    router = asyncio.run(send())
+    assert (router.alone, asked() - before) == (0, 4)
+
+
 def test_a_pod_that_is_gone_is_counted_and_does_not_raise(fleet: tuple[str, subprocess.Popen[str]]) -> None:
     url, _ = fleet
 
     async def send() -> Router:
         async with AsyncClient(url) as indexer, httpx.AsyncClient(trust_env=False) as http:
-            router = Router(indexer, http, "simulated", {"gone": "http://127.0.0.1:9"}, "prefix_and_load")
+            router = Router([indexer], http, "simulated", {"gone": "http://127.0.0.1:9"}, "prefix_and_load")
             assert await router.send([1, 2, 3], 3) is None
         return router
 

@@ -121,7 +121,14 @@ def test_every_metric_of_rules_and_panels_is_exposed() -> None:
     for rule in ALERTS:
         text = " ".join(str(value) for value in rule["annotations"].values())
         assert named(rule["expr"]) or "up{" in rule["expr"], rule["alert"]
-        assert set(re.findall(r"\$labels\.(\w+)", text)) <= {"instance", "route", "cause", "pod", "dp_rank"}
+        assert set(re.findall(r"\$labels\.(\w+)", text)) <= {
+            "instance",
+            "route",
+            "cause",
+            "pod",
+            "dp_rank",
+            "place",
+        }
 
 
 def test_paragraphs_name_metrics_and_settings_that_there_are() -> None:

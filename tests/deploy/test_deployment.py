@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,7 +27,8 @@ from ruamel.yaml import YAML
 
 ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 60.0
-OURS = ("indexer", "pod", "router")
+REPLICAS = ("indexer-1", "indexer-2")
+OURS = (*REPLICAS, "pod", "router")
 PODS = 1  # of the replicas: they are told apart by the names of their machines, and here is one
 
 
@@ -42,10 +44,9 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
 # -- as plain processes
 
 
-def free_port() -> int:
+def free_port() -> str:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+        return str(listener.getsockname()[1])
 
 
 class Stack:
@@ -53,57 +54,84 @@ class Stack:
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        self.replaced = {"8080": str(free_port())}
+        self.addresses: dict[str, str] = {}  # on the network of the containers -> here
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.pods: list[dict[str, str]] = []
 
     def start(self) -> None:
-        self._start("indexer", "indexer", self.replaced)
-        self.wait_healthy("indexer", self.replaced)
+        if "redis" in COMPOSE[REPLICAS[0]].get("depends_on", {}):
+            self.start_redis()
+        for name in REPLICAS:
+            port = {"8080": free_port()}
+            self.addresses[f"{name}:8080"] = f"127.0.0.1:{port['8080']}"
+            self._start(name, name, port)
+        for name in REPLICAS:
+            self.wait_healthy(name, {"8080": self.url(name).rpartition(":")[2]})
         for number in range(PODS):
-            ports = {name: str(free_port()) for name in ("9000", "5557", "6557")}
+            ports = {name: free_port() for name in ("9000", "5557", "6557")}
             self.pods.append(ports)
-            self._start(f"pod-{number}", "pod", self.replaced | ports)
-            self.wait_healthy("pod", self.replaced | ports)
-        self._start("router", "router", self.replaced)
+            self._start(f"pod-{number}", "pod", ports)
+            self.wait_healthy("pod", ports)
+        self._start("router", "router", {})
+
+    def start_redis(self) -> None:
+        port, folder = {"6379": free_port()}, self.place / "data"
+        folder.mkdir()
+        self.addresses["redis:6379"] = f"127.0.0.1:{port['6379']}"
+        command = [str(folder) if word == "/data" else word for word in COMPOSE["redis"]["command"]]
+        self._run("redis", self.adapted(command, port), {})
+        self.wait_healthy("redis", port)
 
     def stop(self) -> dict[str, int]:
         for process in reversed(self.processes.values()):
             process.send_signal(getattr(signal, _instruction("STOPSIGNAL")))
         return {name: process.wait(DEADLINE_S) for name, process in self.processes.items()}
 
+    def url(self, replica: str) -> str:
+        return f"http://{self.addresses[f'{replica}:8080']}"
+
     def log(self, name: str) -> str:
         return (self.place / f"{name}.log").read_text()
 
-    def wait_healthy(self, service: str, replaced: dict[str, str]) -> None:
-        command = self.adapted(_health_command(service), replaced)
-        assert command[0] == "python", "the image has no other tool"
+    def wait_healthy(self, service: str, ports: dict[str, str]) -> None:
+        command = self.adapted(_health_command(service), ports)
+        if service in OURS:
+            assert command[0] == "python", "the image has no other tool"
+            command[0] = sys.executable
         deadline = time.monotonic() + DEADLINE_S
-        while subprocess.run([sys.executable, *command[1:]], capture_output=True, check=False).returncode:
+        while subprocess.run(command, capture_output=True, check=False).returncode:
             assert time.monotonic() < deadline, f"{service} never became healthy"
             time.sleep(0.05)
 
-    @staticmethod
-    def adapted(words: list[str], replaced: dict[str, str]) -> list[str]:
+    def adapted(self, words: list[str], ports: dict[str, str]) -> list[str]:
         adapted = []
         for word in words:
-            changed = word.replace("indexer:8080", "127.0.0.1:8080")
-            for port, other in replaced.items():
+            changed = word
+            for address, here in self.addresses.items():
+                changed = changed.replace(address, here)
+            for port, other in ports.items() if changed == word else ():
                 changed = re.sub(rf"\b{port}\b", other, changed)
             adapted.append(changed)
         return adapted
 
-    def _start(self, name: str, service: str, replaced: dict[str, str]) -> None:
+    def _start(self, name: str, service: str, ports: dict[str, str]) -> None:
         said = COMPOSE[service]
         # The entry point is `kvindexer`, which is `python -m app` of this environment here.
-        command = [sys.executable, "-m", "app", *self.adapted(said["command"], replaced)]
+        command = [sys.executable, "-m", "app", *self.adapted(said["command"], ports)]
         values = {**_image_environment(), **said.get("environment", {})}
         del values["PATH"]
-        environment = dict(zip(values, self.adapted(list(values.values()), replaced), strict=True))
-        environment["PYTHONPATH"] = str(ROOT)
+        environment = dict(zip(values, self.adapted(list(values.values()), ports), strict=True))
+        self._run(name, command, {**environment, "PYTHONPATH": str(ROOT)})
+
+    def _run(self, name: str, command: list[str], environment: dict[str, str]) -> None:
         with (self.place / f"{name}.log").open("wb") as log:
             self.processes[name] = subprocess.Popen(
-                command, cwd=self.place, env=environment, stdout=log, stderr=log, start_new_session=True
+                command,
+                cwd=self.place,
+                env=environment or None,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
 
 
@@ -127,13 +155,19 @@ def _health_command(service: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def stack() -> Iterator[Stack]:
+    with new_stack() as started:
+        started.start()
+        yield started
+
+
+@contextlib.contextmanager
+def new_stack() -> Iterator[Stack]:
     with tempfile.TemporaryDirectory() as place:
-        started = Stack(Path(place))
+        made = Stack(Path(place))
         try:
-            started.start()
-            yield started
+            yield made
         finally:
-            for process in started.processes.values():
+            for process in made.processes.values():
                 if process.poll() is None:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
@@ -141,10 +175,10 @@ def stack() -> Iterator[Stack]:
 
 
 def exposed(stack: Stack) -> set[str]:
-    """Names of all series of the indexer and a pod."""
+    """Names of all series of the indexers and a pod."""
     names: set[str] = set()
-    for port in (stack.replaced["8080"], stack.pods[0]["9000"]):
-        text = httpx.get(f"http://127.0.0.1:{port}/metrics").text
+    for url in (*map(stack.url, REPLICAS), f"http://127.0.0.1:{stack.pods[0]['9000']}"):
+        text = httpx.get(f"{url}/metrics").text
         names |= set(re.findall(r"^([a-z_A-Z:][a-z_A-Z0-9:]*)", text, re.MULTILINE))
         names |= {f"# {name}" for name in re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)}
     return names
@@ -159,29 +193,61 @@ def queried() -> set[str]:
     return {name for names in found for name in names}
 
 
-def test_the_commands_of_compose_run_serve_and_end(stack: Stack) -> None:
-    url = f"http://127.0.0.1:{stack.replaced['8080']}"
-    deadline = time.monotonic() + DEADLINE_S
-    routed: float = 0
-    while routed < 5:
-        assert time.monotonic() < deadline, stack.log("router")
+def choices(url: str) -> float:
+    try:
         text = httpx.get(f"{url}/metrics").text
-        found = re.search(r"^kvindexer_route_choices_prefix_and_load_total (\S+)", text, re.MULTILINE)
-        routed = float(found.group(1)) if found else 0
-        time.sleep(0.05)
-    pods = httpx.get(f"{url}/v1/pods").json()["pods"]
-    assert len(pods) == PODS
-    assert {rank["state"] for pod in pods for rank in pod["ranks"]} == {"live"}
-    assert httpx.get(url).headers["content-type"].startswith("text/html")
+    except httpx.TransportError:
+        return 0  # it is not up yet
+    found = re.search(r"^kvindexer_route_choices_prefix_and_load_total (\S+)", text, re.MULTILINE)
+    return float(found.group(1)) if found else 0
+
+
+def wait_for_choices(stack: Stack, more: dict[str, float]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    for name, count in more.items():
+        while choices(stack.url(name)) < count:
+            assert time.monotonic() < deadline, stack.log("router")
+            time.sleep(0.05)
+
+
+def test_the_commands_of_compose_run_serve_and_end(stack: Stack) -> None:
+    wait_for_choices(stack, dict.fromkeys(REPLICAS, 5))
+    for name in REPLICAS:
+        pods = httpx.get(f"{stack.url(name)}/v1/pods").json()["pods"]
+        assert len(pods) == PODS
+        assert {rank["state"] for pod in pods for rank in pod["ranks"]} == {"live"}
+        assert httpx.get(stack.url(name)).headers["content-type"].startswith("text/html")
 
     missing = {name for name in queried() if name not in exposed(stack) and f"# {name}" not in exposed(stack)}
     # Series with labels exist from the first event of their kind on; their names are announced before.
     assert missing == set()
 
-    assert stack.stop() == dict.fromkeys(stack.processes, 0), stack.log("router")
-    assert sorted(path.suffix for path in stack.place.iterdir()) == [".log"] * len(stack.processes)
+    # One replica goes, and the router does not stop; it comes back, and is told of its pods again.
+    first, second = REPLICAS
+    stack.processes[first].send_signal(signal.SIGKILL)
+    stack.processes[first].wait(DEADLINE_S)
+    wait_for_choices(stack, {second: choices(stack.url(second)) + 10})
+    stack._start(first, first, {"8080": stack.url(first).rpartition(":")[2]})
+    wait_for_choices(stack, {first: 5})
+
+    assert stack.stop() == dict.fromkeys(stack.processes, 0), "".join(map(stack.log, stack.processes))
     for name in stack.processes:
         assert "Traceback" not in stack.log(name)
+
+
+def test_the_redis_of_compose_runs_and_answers() -> None:
+    if shutil.which("redis-server") is None:
+        assert "CI" not in os.environ, "CI has redis-server"
+        pytest.skip("there is no redis-server")
+    with new_stack() as stack:
+        stack.start_redis()
+        assert stack.stop() == {"redis": 0}
+
+
+def test_redis_is_started_where_it_is_used() -> None:
+    used = {"KVINDEXER_REDIS_URL" in COMPOSE[name]["environment"] for name in REPLICAS}
+    waited_for = {"redis" in COMPOSE[name].get("depends_on", {}) for name in REPLICAS}
+    assert used == waited_for == {"profiles" not in COMPOSE["redis"]}
 
 
 # -- what the files promise
@@ -193,7 +259,7 @@ def test_every_service_is_hardened_pinned_and_checked() -> None:
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert re.fullmatch(r"\S+:v?\d+\.\d+\.\d+", service["image"]), name
-        assert "healthcheck" in service or name == "indexer", name
+        assert "healthcheck" in service or name in REPLICAS, name
         for dependency, how in service.get("depends_on", {}).items():
             assert how == {"condition": "service_healthy"}, (name, dependency)
     assert set(OURS) <= set(COMPOSE)
@@ -202,8 +268,8 @@ def test_every_service_is_hardened_pinned_and_checked() -> None:
 
 def test_the_image_is_slim_pinned_and_not_root() -> None:
     bases = re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
-    assert len(bases) == 2
-    assert all(re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", base) for base in bases)
+    assert bases == ["${BASE}"] * 2
+    assert re.search(r"^ARG BASE=python:3\.\d+\.\d+-slim-\w+$", DOCKERFILE, re.MULTILINE)
     user = _instruction("USER").split(":")
     assert all(int(part) > 0 for part in user)
     assert "g++" in DOCKERFILE
@@ -230,7 +296,7 @@ def test_every_dependency_is_pinned() -> None:
 
 def test_prometheus_asks_where_the_services_listen() -> None:
     jobs = {job["job_name"]: job for job in load("deploy/prometheus.yml")["scrape_configs"]}
-    assert jobs["kvindexer"]["static_configs"] == [{"targets": ["indexer:8080"]}]
+    assert jobs["kvindexer"]["static_configs"] == [{"targets": [f"{name}:8080" for name in REPLICAS]}]
     [pods] = jobs["pods"]["dns_sd_configs"]
     assert pods["names"] == ["pod"]
     assert f"--port={pods['port']}" in COMPOSE["pod"]["command"]

@@ -87,7 +87,7 @@ def test_the_pods_are_gone_from_the_indexer_afterwards(url: str, trace: Trace) -
 def test_nobody_there_is_one_sentence() -> None:
     with IndexerLink("http://127.0.0.1:9", "m") as link, pytest.raises(Unresponsive, match="no answer"):
         link.register("pod-0", 16)
-    with pytest.raises(InvalidInput, match="not the http address"):
+    with pytest.raises(InvalidInput, match="not the address"):
         IndexerLink("localhost:8080", "m")
 
 

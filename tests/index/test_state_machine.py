@@ -533,10 +533,24 @@ class SideBySide(RuleBasedStateMachine):
                 here = [(spots_of[s], t, g) for s, t, g in self.native.holders(twin.native, prefix, self.now)]
                 there = self.oracle.holders(twin.oracle, prefix, self.now)
                 assert sorted(here) == sorted((spots_of_oracle[s], t, g) for s, t, g in there)
+        self.same_names()
         self.same_contents(swept=False)
         assert [(spots_of[s], n) for s, n in self.drops(self.native)] == [
             (spots_of_oracle[s], n) for s, n in self.drops(self.oracle)
         ]
+
+    def same_names(self) -> None:
+        """What the newest stored blocks are called, by `prefix_of`."""
+        for stored in self.stored[-8:]:
+            twin = self.known_context(stored.context)
+            if twin is None:
+                continue
+            source = self.sources[stored.spot]
+            said = {"tier": stored.tier, "group": stored.group, "now": self.now}
+            for end in range(stored.start + 1, len(stored.path) + 1):
+                name = self.name(stored.spot, stored.path[:end])
+                here = self.native.prefix_of(twin.native, source.native, engine_hash=name, **said)
+                assert here == self.oracle.prefix_of(twin.oracle, source.oracle, engine_hash=name, **said)
 
     def same_contents(self, *, swept: bool) -> None:
         assert self.contents.stats().contexts == len(self.native.contexts())

@@ -11,6 +11,7 @@ import pytest
 from app.errors import UnreadableBatch
 from app.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, Tier
 from app.ingest.vllm import Reject, decode_batch, decode_event_post, decode_json_events
+from app.ingest.wire_decode import METADATA_BYTES_MAX
 from app.ingest.wire_notation import CHILDREN_MAX
 from tests.captures import pack, plain_hashes, plain_tokens
 
@@ -54,6 +55,7 @@ def test_the_example_of_the_documentation() -> None:
                 token_ids=plain_tokens([1, 2, 3, 4]),
                 block_size=2,
                 extra_keys=(pack(["salt"]), b""),
+                metadata=json.dumps(STORED["metadata"]).encode(),
             ),
             BlockRemoved(block_hashes=plain_hashes([1]), tier=Tier.CPU),
             AllBlocksCleared(),
@@ -70,14 +72,31 @@ def test_what_may_be_left_out() -> None:
     assert decode_json_events(post) == EventBatch(events=(), positions=(), dp_rank=0)
 
 
+def read_metadata(batch: EventBatch) -> tuple[EventBatch, object]:
+    """Metadata is kept as it came, in either notation; whoever keeps it reads it."""
+    stored = batch.events[0]
+    assert isinstance(stored, BlockStored)
+    assert stored.metadata is not None
+    decode = json.loads if stored.metadata[:1] == b"{" else msgspec.msgpack.decode
+    bare = msgspec.structs.replace(stored, metadata=None)
+    return msgspec.structs.replace(batch, events=(bare, *batch.events[1:])), decode(stored.metadata)
+
+
+def test_metadata_of_no_reasonable_length_is_cut_to_nothing() -> None:
+    batch = decode([{**STORED, "metadata": {"long": "x" * METADATA_BYTES_MAX}}])
+    (stored,) = batch.events
+    assert isinstance(stored, BlockStored)
+    assert stored.metadata == b""
+
+
 def test_events_mean_the_same_in_both_notations() -> None:
     as_msgpack = decode_batch(msgspec.msgpack.encode([1.0, EVENTS, 0]))
-    assert decode(EVENTS, ts=1.0) == as_msgpack
+    assert read_metadata(decode(EVENTS, ts=1.0)) == read_metadata(as_msgpack)
 
 
 def test_white_space_means_nothing() -> None:
     spread = json.dumps({"pod": "pod-a", "events": EVENTS}, indent=3).encode()
-    assert decode_json_events(decode_event_post(spread)) == decode(EVENTS)
+    assert read_metadata(decode_json_events(decode_event_post(spread))) == read_metadata(decode(EVENTS))
 
 
 def test_bytes_are_written_in_hexadecimal() -> None:

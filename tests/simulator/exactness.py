@@ -69,7 +69,7 @@ class Plan:
         )
         if self.form is not None:
             pod = dataclasses.replace(pod, form=self.form)
-        return FleetSettings(pods=self.pods, pod=pod, indexer_url=url)
+        return FleetSettings(pods=self.pods, pod=pod, indexer_urls=(url,))
 
 
 @dataclasses.dataclass

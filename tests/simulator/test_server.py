@@ -260,7 +260,7 @@ def test_running_request_keeps_the_cache_from_being_reset() -> None:
 
 def test_fleet_without_its_indexer_says_so() -> None:
     async def run() -> None:
-        async with Fleet(FleetSettings(pods=1, indexer_url="http://127.0.0.1:1")):
+        async with Fleet(FleetSettings(pods=1, indexer_urls=("http://127.0.0.1:1",))):
             pass
 
     with pytest.raises(Unresponsive, match="no answer"):

@@ -20,6 +20,7 @@ class PrefixIndex:
         prefixes_per_context_max: int,
         orphan_blocks_max: int,
         speculative_blocks_max: int,
+        claims_max: int,
         contents: FuzzyIndex | None = None,
     ) -> None: ...
     def add_context(self, seed: int, block_size: int) -> tuple[int, int | None]: ...
@@ -40,10 +41,24 @@ class PrefixIndex:
         extra_keys: tuple[bytes, ...] | None,
         now: int,
         count_copies: bool,
+        owner: int,
     ) -> tuple[int, int, int]: ...
     def place(
-        self, source: int, tier: int, group: int, engine_hashes: bytes, now: int, count_copies: bool
+        self,
+        source: int,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        now: int,
+        count_copies: bool,
+        owner: int,
     ) -> tuple[int, int, int]: ...
+    def add_owner(self) -> int: ...
+    def clear_owner(self, owner: int) -> None: ...
+    def owner_claims(self) -> list[tuple[int, int]]: ...
+    def holdings(self, context: int, prefix_hashes: bytes, now: int) -> bytes:
+        """Rows of uint32 place, source, owner."""
+
     def store_prefixes(
         self,
         source: int,
@@ -55,6 +70,7 @@ class PrefixIndex:
         copies: bytes,
         now: int,
         count_copies: bool,
+        owner: int,
     ) -> tuple[int, int, int]: ...
     def store_hashed(
         self,
@@ -68,6 +84,7 @@ class PrefixIndex:
         contents: bytes,
         now: int,
         count_copies: bool,
+        owner: int,
     ) -> tuple[int, int, int]: ...
     def chain_of(
         self, source: int, context: int, tier: int, group: int, parent: int, now: int
@@ -136,7 +153,9 @@ class PrefixIndex:
     def orphan_blocks(self, source: int) -> int: ...
     def orphan_drops(self) -> list[tuple[int, int]]: ...
     def sweep(self, now: int, visits_max: int) -> tuple[int, int, bool]: ...
-    def statistics(self) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int]: ...
+    def statistics(
+        self,
+    ) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int, int, int]: ...
 
 # -- what is under way to the log (native/flight_book.hpp)
 
@@ -204,6 +223,9 @@ class AnswerBook:
 def simhash(token_ids: bytes, shingle: int = 1) -> int:
     """Of all the tokens, as one block; at least `shingle` of them."""
 
+def content_hashes(token_ids: bytes, block_size: int, shingle: int = 1) -> bytes:
+    """SimHash and content hash of every full block, uint64, alternating."""
+
 def sliding_simhashes(token_ids: bytes, block_size: int, shingle: int = 1) -> bytes:
     """uint64, one for the block at every token offset."""
 
@@ -215,6 +237,9 @@ class NearTable:
 
     def __init__(self, bits: int) -> None: ...
     def insert(self, simhashes: bytes) -> None: ...
+    def split(self, buckets: int) -> tuple[int, int]:
+        """At most to the end of the present number of bits. Returns the bits of a bucket and the frontier."""
+
     def search(self, queries: bytes, distance_max: int, scans: int = 0) -> bytes:
         """Rows of uint32 query, uint32 distance, uint32 stored (in the order of insertion)."""
 
@@ -229,15 +254,32 @@ class FuzzyIndex:
     def insert(self, context: int, prefix_hashes: bytes, token_ids: bytes) -> int: ...
     def remove(self, context: int, prefix_hashes: bytes) -> None: ...
     def prefixes(self, context: int) -> bytes: ...
-    def exact(self, context: int, token_ids: bytes, matches_max: int) -> bytes: ...
-    def near(
-        self, context: int, token_ids: bytes, offsets: bytes, distance_max: int, matches_max: int
-    ) -> bytes: ...
+    def exact(
+        self, context: int, token_ids: bytes, matches_max: int, window: int, windows_max: int
+    ) -> tuple[bytes, int]:
+        """Of the windows from `window` on, at most so many of them and about as many matches; and the next window."""
+
     @staticmethod
     def select(weights: bytes, block_size: int) -> bytes:
         """uint32 offsets of windows that do not overlap, with the largest sum of uint32 weights (0: never)."""
 
     def statistics(self) -> tuple[int, int, int, int, int, int, int]: ...
+
+class NearQuery:
+    def __init__(
+        self,
+        index: FuzzyIndex,
+        context: int,
+        token_ids: bytes,
+        offsets: bytes,
+        distance_max: int,
+        matches_max: int,
+    ) -> None: ...
+    def step(self, work_max: int) -> bool:
+        """A slice of the search; true when it is done."""
+
+    def take(self, matches_max: int) -> tuple[bytes, bool]:
+        """Behind the last step: the next matches, about so many; and whether they are the last."""
 
 # -- wire: raw spans of msgpack or JSON to buffers (native/wire.hpp)
 

@@ -36,6 +36,7 @@ from app.events import (
 from app.hints import HintBook, Holder, read_hints
 from app.index.interface import Index
 from app.live import LiveFeed
+from app.owners import Owners
 from app.pods import PodSpec, Source
 from app.registry import Registry
 
@@ -115,6 +116,7 @@ _KINDS: Mapping[type[Event], str] = {BlocksHashed: BlockStored.__name__}  # coun
 
 @dataclasses.dataclass(slots=True)
 class _Tally:
+    owner: int  # of the batch; 0 is nobody
     stored_blocks: int = 0
     removed_blocks: int = 0
     orphan_blocks: int = 0  # had to wait when they came; some may have been chained since
@@ -128,6 +130,7 @@ class Batches:
         settings: Settings,
         index: Index,
         registry: Registry,
+        owners: Owners,
         live: LiveFeed,
         hints: HintBook,
         *,
@@ -137,6 +140,7 @@ class Batches:
         self._settings = settings
         self._index = index
         self._registry = registry
+        self._owners = owners
         self._live = live
         self._hints = hints
         self._now = now
@@ -152,6 +156,7 @@ class Batches:
         lora: str | None,
         digest: int | None = None,
         incomplete: bool = False,
+        owner: str | None = None,
     ) -> BatchResult:
         """See IndexerService.post."""
         source, restarted, sifted = self._examine(pod, batch, model, dp_rank, seq, digest)
@@ -162,6 +167,7 @@ class Batches:
         if sifted.is_useless:
             self._count_rejected(source, sifted.rejected)
             raise BatchRejected(sifted.rejected)
+        owner_number = self._owners.number(owner)
         if pod not in self._registry.pods:
             self._registry.register(PodSpec(name=pod, model=model or ""))
         source = self._registry.source(pod, dp_rank)
@@ -177,7 +183,7 @@ class Batches:
             seq == 0 and sifted.events
         ):  # a dump ends with a number and no event, and the engine's own may follow
             source.first_digest = digest
-        return self._apply(source, sifted, seq, lora)
+        return self._apply(source, sifted, seq, lora, owner_number)
 
     def check(
         self,
@@ -235,12 +241,14 @@ class Batches:
         source.last_digest = digest
         return self._apply(source, sift(batch, source.block_size, source.chunk_sizes), seq, None)
 
-    def _apply(self, source: Source, sifted: Sifted, seq: int | None, lora: str | None) -> BatchResult:
+    def _apply(
+        self, source: Source, sifted: Sifted, seq: int | None, lora: str | None, owner: int = 0
+    ) -> BatchResult:
         self._registry.welcome_back(source)
         source.block_size = sifted.block_size
         if sifted.chunk_sizes is not source.chunk_sizes:
             self._learn_chunk_sizes(source, sifted.chunk_sizes)
-        tally = self._apply_events(source, sifted.events, lora)
+        tally = self._apply_events(source, sifted.events, lora, owner)
         source.batches += 1
         source.ignored += sifted.ignored
         source.stored_blocks += tally.stored_blocks
@@ -285,11 +293,13 @@ class Batches:
                     if context.block_size == before:
                         self._index.clear(source.index_id, tier=tier, context=context.id)
 
-    def _apply_events(self, source: Source, events: tuple[Event, ...], lora: str | None) -> _Tally:
+    def _apply_events(
+        self, source: Source, events: tuple[Event, ...], lora: str | None, owner: int
+    ) -> _Tally:
         spec = self._registry.find(source.pod).spec
         lora = lora or spec.lora
         now = self._now()
-        tally = _Tally()
+        tally = _Tally(owner)
         for event in events:
             source.events[_KINDS.get(type(event)) or type(event).__name__] += 1
             if isinstance(event, BlockStored):
@@ -324,6 +334,7 @@ class Batches:
                 extra_keys=event.extra_keys,
                 now=now,
                 count_copies=self._settings.count_copies,
+                owner=tally.owner,
             )
             self._keep_hint(holder, context, event, now)
         else:
@@ -334,6 +345,7 @@ class Batches:
                 engine_hashes=event.block_hashes,
                 now=now,
                 count_copies=self._settings.count_copies,
+                owner=tally.owner,
             )
         source.offloads |= event.tier is not Tier.GPU
         source.unknown_blocks += result.unknown_blocks
@@ -369,6 +381,7 @@ class Batches:
             contents=event.contents,
             now=now,
             count_copies=self._settings.count_copies,
+            owner=tally.owner,
         )
         self._keep_hint(holder, context, event, now)
         source.offloads |= event.tier is not Tier.GPU
@@ -390,6 +403,7 @@ class Batches:
             copies=event.copies if counted else None,
             now=now,
             count_copies=counted,
+            owner=tally.owner,
         )
         if event.hints is not None and self._hints.is_on:
             for block, metadata in read_hints(event.hints):

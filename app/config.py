@@ -281,6 +281,15 @@ class Settings(BaseSettings):
     redis_lag_s_max: float = Field(
         10.0, gt=0, description="Seconds behind the log past which /readyz says no."
     )
+    redis_lease_ttl_s: float = Field(
+        2.0,
+        ge=0.2,
+        le=60,
+        description="Seconds after which the pods of a replica that died are followed by the others.",
+    )
+    redis_keep_s: float = Field(
+        60.0, ge=0.1, description="Seconds that an entry stays in the log at the least, in a snapshot or not."
+    )
     snapshot_path: Path | None = Field(
         None,
         description="File for snapshots of all that is held, read at the start; the one before stays beside it.",
@@ -337,6 +346,22 @@ class Settings(BaseSettings):
         ge=1,
         le=4_096,
         description="Stored blocks that `/v1/fuzzy-match` considers for one place of a prompt, the best first.",
+    )
+
+    fuzzy_queue_max: int = Field(
+        64,
+        ge=1,
+        description="Prompts of `/v1/fuzzy-match` that are under way or wait for their turn; past it 503.",
+    )
+    owners_max: int = Field(
+        10_000,
+        ge=1,
+        description="Owners that have blocks, as posted events name them; past it a new one is refused with 422.",
+    )
+    owner_claims_max: int = Field(
+        4_000_000,
+        ge=0,
+        description="Blocks with an owner, one for each owner, rank and tier (about 20 bytes); past it they have none.",
     )
 
     tokenizers: Annotated[tuple[str, ...], NoDecode] = Field(

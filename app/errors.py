@@ -6,6 +6,7 @@ IndexerError
 │   ├── BatchRejected     a batch of events without one that can be used; `rejected` says why, event by event
 │   └── UnreadableBody    bytes that are not the JSON or msgpack that they claim to be
 ├── UnknownPod            no pod of that name is registered
+├── UnknownOwner          nothing was stored for an owner of that name
 ├── LimitExceeded         a bound was met; `bound` names the setting
 │   └── BodyTooLarge      a request body is longer than we read
 ├── Overloaded            a queue is full; the same call may go through later
@@ -72,6 +73,14 @@ class UnknownPod(IndexerError):
     def __init__(self, pod: str) -> None:
         super().__init__(f"no pod named {pod!r} is registered")
         self.pod = pod
+
+
+class UnknownOwner(IndexerError):
+    """Nothing was stored for an owner of that name, nor for a role of it."""
+
+    def __init__(self, owner: str) -> None:
+        super().__init__(f"no owner named {owner!r} is known")
+        self.owner = owner
 
 
 class LimitExceeded(IndexerError):

@@ -8,31 +8,38 @@ A question is asked of one context: that of the given block size, or of the smal
 and adapter. Blocks that came without their tokens (from a dump) are not found, nor is anything with extra keys
 on its chain.
 
-Bounds: `fuzzy_tokens_max` tokens a question, `fuzzy_candidates_max` stored blocks a window.
+A question takes milliseconds, so over HTTP it runs in slices, and matches and events have their turn in between. A
+block that is held all the while is found; who is named for it held it at some instant of the question.
+
+Bounds: `fuzzy_tokens_max` tokens a question, `fuzzy_candidates_max` stored blocks a window, `fuzzy_queue_max`
+questions at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import struct
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
 from app.config import Settings
-from app.errors import InvalidInput, LimitExceeded, SwitchedOff
-from app.fuzzy.answer import FuzzyAnswer, Owner, Owners, assemble
-from app.fuzzy.fuzzy_index import MAX_DISTANCE, FuzzyIndex, FuzzyLimits
+from app.errors import InvalidInput, LimitExceeded, Overloaded, SwitchedOff
+from app.fuzzy.answer import FuzzyAnswer, Holding, Holdings, assemble
+from app.fuzzy.fuzzy_index import MAX_DISTANCE, FuzzyIndex, FuzzyLimits, Slices, finish
 from app.index.interface import Index
+from app.owners import Owners
 from app.queries import Queries
 from app.registry import Registry
 
-_NOTHING = FuzzyAnswer((), (), ())
+_NOTHING = FuzzyAnswer((), (), (), ())
 
 
 class FuzzyQuery(msgspec.Struct, frozen=True):
-    """`token_ids` are uint32, little-endian. `exclude` are owners; `agent1` stands for `agent1:role` too."""
+    """`token_ids` are uint32, little-endian. `exclude` are pods and owners; `agent1` stands for `agent1:role` too."""
 
     model: str
     token_ids: bytes
@@ -67,6 +74,7 @@ class FuzzyQueries:
         index: Index,
         contents: FuzzyIndex | None,
         registry: Registry,
+        owners: Owners,
         queries: Queries,
         *,
         now: Callable[[], int],
@@ -75,12 +83,40 @@ class FuzzyQueries:
         self._index = index
         self._contents = contents
         self._registry = registry
+        self._owners = owners
         self._queries = queries
         self._now = now
-        self._counts = dict.fromkeys(("queries", "asked_tokens", "reusable_tokens"), 0)
+        self._counts = dict.fromkeys(("queries", "asked_tokens", "reusable_tokens", "refused"), 0)
+        self._asked = 0  # questions under way or in line
+        self._turn = asyncio.Lock()
+
+    async def ask(self, query: FuzzyQuery) -> FuzzyResult:
+        """`match` in slices, between which the event loop serves others.
+
+        One question is under way at a time, the others wait in line; past `fuzzy_queue_max` raises Overloaded.
+        """
+        if self._asked >= self._settings.fuzzy_queue_max:
+            self._counts["refused"] += 1
+            raise Overloaded(f"{self._asked} fuzzy matches are asked for already: fuzzy_queue_max")
+        self._asked += 1
+        try:
+            async with self._turn:
+                slices = self._slices(query)
+                while True:
+                    try:
+                        next(slices)
+                    except StopIteration as done:
+                        result: FuzzyResult = done.value
+                        return result
+                    await asyncio.sleep(0)
+        finally:
+            self._asked -= 1
 
     def match(self, query: FuzzyQuery) -> FuzzyResult:
         """Raises SwitchedOff, LimitExceeded (`fuzzy_tokens_max`), and InvalidInput for what does not fit."""
+        return finish(self._slices(query))
+
+    def _slices(self, query: FuzzyQuery) -> Slices[FuzzyResult]:
         self.check()
         assert self._contents is not None
         tokens_max = self._settings.fuzzy_tokens_max
@@ -94,11 +130,11 @@ class FuzzyQueries:
         context = self._index.context_ids(query.model, query.lora).get(unit)
         answer = _NOTHING
         if context is not None and tokens >= unit and self._contents.has_context(context):
-            owners = Owners(lambda hashes: self._holders(context, hashes), query.exclude)
-            ask = self._contents.grid if query.mode == "grid" else self._contents.sliding
-            windows = ask(context, query.token_ids, query.max_distance, owners.usable)
-            answer = assemble(
-                windows, owners, block_size=unit, tokens=tokens, limit_per_block=query.limit_per_block
+            holdings = Holdings(lambda hashes: self._holdings(context, hashes), query.exclude)
+            ask = self._contents.grid_slices if query.mode == "grid" else self._contents.sliding_slices
+            windows = yield from ask(context, query.token_ids, query.max_distance, holdings.usable)
+            answer = yield from assemble(
+                windows, holdings, block_size=unit, tokens=tokens, limit_per_block=query.limit_per_block
             )
         self._counts["queries"] += 1
         self._counts["asked_tokens"] += tokens
@@ -114,23 +150,28 @@ class FuzzyQueries:
         """What is stored; {} where it is switched off."""
         if self._contents is None:
             return {}
-        return dataclasses.asdict(self._contents.stats())
+        return {**dataclasses.asdict(self._contents.stats()), "asked": self._asked}
 
     def counters(self) -> Mapping[str, int]:
         """Since the start."""
         dropped = 0 if self._contents is None else self._contents.stats().matches_dropped
         return {**self._counts, "candidates_dropped": dropped}
 
-    def _holders(self, context: int, prefix_hashes: Collection[int]) -> Mapping[int, Sequence[Owner]]:
-        now = self._now()
-        return {
-            prefix_hash: self._owners(self._index.holders(context, prefix_hash, now))
-            for prefix_hash in prefix_hashes
-        }
-
-    def _owners(self, holders: list[tuple[int, int, int]]) -> Sequence[Owner]:
-        found = {index_id: self._registry.by_index_id(index_id) for index_id, _tier, _group in holders}
-        return [Owner(source.pod, source.dp_rank) for source in found.values() if source is not None]
+    def _holdings(self, context: int, prefix_hashes: Collection[int]) -> Mapping[int, Sequence[Holding]]:
+        asked = array("Q", prefix_hashes)
+        owners_of: dict[tuple[int, int], set[str]] = {}  # (place among those asked, source) -> owners
+        for row in self._index.holdings(context, asked.tobytes(), self._now()):
+            owners = owners_of.setdefault((row.prefix, row.source), set())
+            name = self._owners.name(row.owner)
+            if name is not None:
+                owners.add(name)
+        found: dict[int, list[Holding]] = {}
+        for (place, index_id), owners in owners_of.items():
+            source = self._registry.by_index_id(index_id)
+            if source is not None:
+                holding = Holding(source.pod, source.dp_rank, tuple(sorted(owners)))
+                found.setdefault(asked[place], []).append(holding)
+        return found
 
     def _first_hash(self, query: FuzzyQuery, unit: int) -> int | None:
         first = query.token_ids[: 4 * unit]

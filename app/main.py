@@ -31,6 +31,7 @@ from app.api import (
     fuzzy,
     match,
     operations,
+    owners,
     pages,
     pods,
     prefixes,
@@ -106,7 +107,7 @@ def create_app(
     index = PrefixIndex(index_limits(settings), contents)
     service = IndexerService(settings, index, clock=clock, contents=contents)
     snapshots = _snapshots(settings, service, index, specs)
-    replica = None if settings.redis_url is None else _replica(settings, service, contents)
+    replica = None if settings.redis_url is None else _replica(settings, service, index, contents)
     writer: Writer = DirectWriter(service) if replica is None else replica.writer
     loads = Loads(settings, pods=lambda: [pod.spec for pod in service.pods.values()], clock=clock)
     router = Router(settings, service, clock=clock, polled=loads.load)
@@ -117,6 +118,7 @@ def create_app(
     )
     keys = key_ring(settings, on_revoked=service.live.disconnect)
     connections = ConnectionLimits(settings)
+    keeper = replica.keeper if replica else snapshots
     metrics = Metrics(
         Figures(
             stats=service.stats,
@@ -128,9 +130,11 @@ def create_app(
                 "loads": (loads.gauges, loads.counters),
                 "route": (dict, router.counters),
                 "replication": (replica.gauges, replica.counters) if replica else (dict, dict),
-                "snapshot": (snapshots.gauges, snapshots.counters) if snapshots else (dict, dict),
+                "leases": (replica.following.gauges, replica.following.counters) if replica else (dict, dict),
+                "snapshot": (keeper.gauges, keeper.counters) if keeper else (dict, dict),
                 "hints": (service.hints.gauges, service.hints.counters),
                 "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
+                "owners": (service.owners.gauges, service.owners.counters),
                 "access": (keys.gauges, keys.counters),
                 "connections": (dict, connections.counters),
             },
@@ -139,9 +143,21 @@ def create_app(
             clock=clock,
         )
     )
-    ingest = ZmqIngest(service, _zmq_settings(settings), decode=functools.partial(_decode, metrics))
+    decode = functools.partial(_decode, metrics)
     if replica is None:
+        ingest = ZmqIngest(service, _zmq_settings(settings), decode=decode)
         service.listeners.append(ingest)
+    else:
+        ingest = ZmqIngest(
+            replica.feed(),
+            _zmq_settings(settings),
+            decode=decode,
+            on_grant=True,
+            is_blocked=replica.is_blocked,
+        )
+        replica.on_room(ingest.unblocked)
+        replica.following.attach(ingest)
+        service.listeners.append(replica.following)
     for spec in specs:
         try:
             if replica is None:
@@ -208,6 +224,7 @@ def create_app(
         events,
         match,
         fuzzy,
+        owners,
         route,
         prefixes,
         pods,
@@ -291,11 +308,13 @@ def _zmq_settings(settings: Settings) -> ZmqSettings:
     )
 
 
-def _replica(settings: Settings, service: IndexerService, contents: FuzzyIndex | None) -> Replica:
+def _replica(
+    settings: Settings, service: IndexerService, index: PrefixIndex, contents: FuzzyIndex | None
+) -> Replica:
     # Redis's client takes a quarter of a second to import: only who has a Redis pays for it.
     from app.replication.replica import Replica
 
-    return Replica(settings, service, contents)
+    return Replica(settings, service, index, contents)
 
 
 @contextlib.asynccontextmanager
@@ -342,6 +361,8 @@ async def _lifespan(
         await keys.stop()
         await loads.stop()
         await tokenizer.close()
+        if replica is not None:
+            await replica.following.stop()
         ingest.stop()
         if replica is not None:
             await replica.stop(settings.shutdown_grace_s)

@@ -42,10 +42,15 @@ _INDEX_GAUGES = {
     "copies": ("index_copies", "Engine hashes with more than one copy"),
     "orphan_blocks": ("index_orphan_blocks", "Blocks that wait for a parent not seen yet"),
     "speculative_blocks": ("index_speculative_blocks", "Blocks that routers have announced"),
+    "claims": ("index_claims", "Blocks with an owner, one for each owner, rank and tier"),
     "bytes": ("index_bytes", "Memory of the index's tables in bytes"),
 }
 _INDEX_COUNTERS = {
     "speculative_refused": ("index_speculative_refused", "Announced blocks refused: speculative_blocks_max"),
+    "claims_refused": (
+        "index_claims_refused",
+        "Blocks stored without the owner that was named: owner_claims_max",
+    ),
 }
 # The figure of the index -> the setting that made entries go.
 _EVICTION_CAUSES = {
@@ -130,6 +135,12 @@ _PART_GAUGES = {
         "outbox_entries": "Accepted entries that the log has not given back yet",
         "outbox_bytes": "Their bytes",
     },
+    "leases": {
+        "held": "Pods whose streams this replica follows",
+        "replicas": "Replicas that are alive, this one included",
+        "pods": "Pods with a stream, of which one replica each holds the lease",
+        "taking": "Leases held that wait for the log before their pod is followed",
+    },
     "fuzzy": {
         "contexts": "Contexts whose blocks fuzzy matches find",
         "blocks": "Blocks that they find, removed ones too until they are swept",
@@ -137,6 +148,10 @@ _PART_GAUGES = {
         "unswept": "Removed blocks that are not swept yet",
         "crowded": "Contents that only exact matches find: too many others are nearly the same",
         "bytes": "Memory of all this in bytes",
+        "asked": "Fuzzy matches that are under way or wait for their turn",
+    },
+    "owners": {
+        "known": "Owners that blocks were stored for",
     },
 }
 _PART_COUNTERS = {
@@ -188,8 +203,23 @@ _PART_COUNTERS = {
         "fenced_entries": "Entries left out because the lease of the pod had passed on",
         "refused_entries": "Entries that the picture of then did not allow",
         "faults": "Entries left out by a fault of ours",
+        "snapshots_loaded": "Snapshots loaded from Redis in place of what was held",
+        "logs_begun": "New logs begun with the picture of this replica, because Redis lost data",
+        "logs_left": "Times that what was held was forgotten because a new log had begun with nothing",
+        "trimmed_groups": "Groups that this replica trimmed from the log, behind a snapshot",
+        "unleased_entries": "Entries of followed streams left out because the lease was gone",
         "hashed_blocks": "Blocks accepted here and logged as hashes",
         "raw_blocks": "Blocks accepted here and logged with their tokens",
+    },
+    "leases": {
+        "taken": "Leases taken",
+        "lost": "Leases lost without having been given up",
+        "handed_over": "Leases handed to a replica that asked",
+        "exchanges": "Exchanges with Redis",
+        "exchanges_failed": "Those without an answer in time",
+        "granted": "Times that a stream was followed because of a lease",
+        "takings_failed": "Times that the log was away when a lease was to be used; each is tried again",
+        "outlived": "Leases given back because the log had a newer one",
     },
     "route": {
         "choices_longest_prefix": "Choices by the longest prefix",
@@ -209,6 +239,10 @@ _PART_COUNTERS = {
         "asked_tokens": "Tokens of the prompts that were asked about",
         "reusable_tokens": "Those of them that are held somewhere, exactly or nearly",
         "candidates_dropped": "Stored blocks, at the least, left out of answers: fuzzy_candidates_max",
+        "refused": "Fuzzy matches refused: fuzzy_queue_max",
+    },
+    "owners": {
+        "refused": "Batches refused for a new owner: owners_max",
     },
 }
 

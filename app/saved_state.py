@@ -9,6 +9,9 @@ A restored source is trusted as far as can be shown, and no further.
     posts without numbers   nobody can tell what came in between: degraded
     waiting orphans         are not in a snapshot: degraded
 
+With a log, all that came since is in the log, and read behind the snapshot: nothing but orphans is in doubt, and what
+was known of a stream is known again.
+
 A pod of the configuration comes back only while it is configured, and with its present endpoints and model;
 one that announced itself, or that a PUT made, comes back as it was. What a source was counted (gaps, batches)
 begins anew, as for every counter of a process.
@@ -28,7 +31,7 @@ from app.errors import IndexerError, LimitExceeded
 from app.events import Tier
 from app.index.interface import Index
 from app.index.prefix_index import TICK_MS, SlotInfo
-from app.pods import Pod, PodSpec, Source
+from app.pods import Pod, PodSpec, Source, SourceState
 from app.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -55,6 +58,8 @@ class SavedSource(msgspec.Struct, frozen=True):
     offloads: bool
     loss_cause: str | None  # why it was incomplete; None when it was not
     heard_s_ago: float | None
+    stream: str = SourceState.LIVE.value
+    stream_cause: str = ""
 
 
 class SavedPod(msgspec.Struct, frozen=True):
@@ -75,6 +80,8 @@ class SavedState(msgspec.Struct, frozen=True):
     names: int = 0  # of prefixes by engine hashes, about
     shingle: int | None = None  # of the SimHashes of the contents among the frames; None: there are none
     positions: dict[int, str] = {}  # partition of the log -> where it had been read to; {} without a log
+    log: str = ""  # the number of that log
+    log_memory: bytes = b""  # what its reader must remember, as app/replication/applier.py has it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,6 +166,8 @@ def _describe_source(source: Source, index: Index, now_s: float) -> SavedSource:
         offloads=source.offloads,
         loss_cause=cause,
         heard_s_ago=None if source.last_event_at_s is None else now_s - source.last_event_at_s,
+        stream=source.stream.value,
+        stream_cause=source.stream_cause,
     )
 
 
@@ -189,7 +198,7 @@ def adopt(
                 adopted.append((known, registry.source(pod.spec.name, known.dp_rank)))
     adopted.sort(key=lambda pair: -(pair[0].heard_s_ago or 0.0))
     for known, source in adopted:
-        _restore_source(registry, source, known, elapsed_s)
+        _restore_source(registry, source, known, elapsed_s, in_log=bool(state.log))
     sources = {known.id: source.index_id for known, source in adopted if _may_hold(registry, source)}
     contexts = {c.id: index.context(c.model, c.lora, c.block_size, now) for c in state.contexts}
     living = {context.id for context in index.contexts()}  # contexts_max may be smaller than it was
@@ -247,10 +256,14 @@ def _may_hold(registry: Registry, source: Source) -> bool:
     return not follows or (source.last_seq is not None and source.last_digest is not None)
 
 
-def _restore_source(registry: Registry, source: Source, saved: SavedSource, elapsed_s: float) -> None:
+def _restore_source(
+    registry: Registry, source: Source, saved: SavedSource, elapsed_s: float, *, in_log: bool
+) -> None:
     source.last_seq = saved.last_seq
     source.last_digest = saved.last_digest
     source.first_digest = saved.first_digest
+    if in_log:
+        registry.set_stream(source, SourceState(saved.stream), saved.stream_cause)
     if not _may_hold(registry, source):
         source.last_seq = None
         return
@@ -260,5 +273,5 @@ def _restore_source(registry: Registry, source: Source, saved: SavedSource, elap
     registry.restore(source, None if saved.heard_s_ago is None else saved.heard_s_ago + elapsed_s)
     if saved.loss_cause is not None:
         registry.lose(source, f"restored so: {saved.loss_cause}")
-    elif saved.last_seq is None and saved.heard_s_ago is not None:
+    elif not in_log and saved.last_seq is None and saved.heard_s_ago is not None:
         registry.lose(source, "restored, and its batches have no numbers that show what came in between")

@@ -164,6 +164,10 @@ class EventsFields(Body):
         description="Sequence number: a batch seen before changes nothing, a gap is seen.",
     )
     ts: float | None = Field(None, description="The engine's Unix time in seconds.")
+    owner: Name | None = Field(
+        None,
+        description="Whom the blocks are stored for, an agent: fuzzy matches name it and can leave out its own.",
+    )
     incomplete: bool = Field(
         False, description="The sender knows that something is missing: the rank is degraded from here on."
     )
@@ -409,7 +413,8 @@ class FuzzyFields(Body):
     )
     exclude: Annotated[list[Name], Field(max_length=EXCLUDED_MAX)] | None = Field(
         None,
-        description="Owners that do not count; `agent1` stands for `agent1:role` too.",
+        description="Pods and owners that do not count; `agent1` stands for `agent1:role` too. What a pod holds for "
+        "several owners counts for the others.",
         examples=[["pod-b"]],
     )
     limit_per_block: int = Field(
@@ -439,6 +444,7 @@ class FuzzyMatchRow(Body):
 
     pod: str
     dp_rank: int
+    owners: list[str] = Field(description="Whom the rank holds it for; empty when its events named nobody.")
     cached_block_hash: PrefixHash = Field(description="Prefix hash of the stored block.")
     hamming_distance: int
     confidence: float = Field(description="1 - hamming_distance / 64")
@@ -472,8 +478,18 @@ class FuzzyPodRow(Body):
     mean_confidence: float
 
 
+class FuzzyOwnerRow(Body):
+    """What of the prompt pods hold for one owner."""
+
+    owner: str
+    reusable_blocks: int
+    reusable_tokens: int
+    coverage: float = Field(description="Reusable share of the prompt's tokens.")
+    mean_confidence: float
+
+
 class FuzzyResponse(Body):
-    """What can be reused, by place and by pod."""
+    """What can be reused, by place, by pod and by owner."""
 
     model: str
     lora: str | None
@@ -482,9 +498,25 @@ class FuzzyResponse(Body):
     blocks: list[FuzzyBlockRow] = Field(description="By offset; they do not overlap.")
     runs: list[FuzzyRunRow]
     pods: list[FuzzyPodRow] = Field(description="Most reusable tokens first.")
+    owners: list[FuzzyOwnerRow] = Field(description="Most reusable tokens first.")
     shared_prefix_hash: str | None = Field(
         description="The prompt's first prefix hash as 16 hex digits, a hint for routers; null when it fills no block."
     )
+
+
+class OwnerRow(Body):
+    """An agent that blocks were stored for."""
+
+    owner: str
+    blocks: int = Field(
+        description="Its blocks, counted on every rank and tier; dead ones until they are swept."
+    )
+
+
+class OwnersResponse(Body):
+    """Owners, by name."""
+
+    owners: list[OwnerRow]
 
 
 PolicyName = Literal["longest_prefix", "prefix_and_load", "round_robin", "least_loaded"]

@@ -1,8 +1,9 @@
 """The one writer: every event and every query of the process goes through here, on the event loop's thread.
 
 It holds the parts together over one index and one clock: app/registry.py (pods, sources, trust),
-app/batches.py (events), app/queries.py (matches), app/fuzzy_queries.py (matches by content), app/dumps.py (all
-that is held) and app/live.py (what happens). What they share is said there; what a caller needs is said here.
+app/batches.py (events), app/owners.py (whom blocks are for), app/queries.py (matches), app/fuzzy_queries.py
+(matches by content), app/dumps.py (all that is held) and app/live.py (what happens). What they share is said
+there; what a caller needs is said here.
 
 Nothing here blocks, and nothing but `tick` and `stats` takes longer than its input: `tick` does a bounded
 slice (`sweep_visits_max` index entries and a few silent sources), `stats` a pass over the sources.
@@ -26,6 +27,7 @@ from app.hints import HintBook
 from app.index.interface import Index, ticks
 from app.index.prefix_index import TICK_MS, IndexLimits
 from app.live import LiveFeed
+from app.owners import Owners
 from app.pods import Pod, PodSpec, SourceState
 from app.queries import JsonAnswer, MatchQuery, MatchResult, Queries
 from app.registry import PodListener, Registry
@@ -72,6 +74,7 @@ def index_limits(settings: Settings) -> IndexLimits:
         prefixes_per_context_max=settings.prefixes_per_context_max,
         orphan_blocks_max=settings.orphan_blocks_max,
         speculative_blocks_max=settings.speculative_blocks_max,
+        claims_max=settings.owner_claims_max,
     )
 
 
@@ -99,10 +102,15 @@ class IndexerService:
             subscribers_max=settings.live_subscribers_max, queue_events_max=settings.live_queue_events_max
         )
         self._registry = Registry(settings, index, self.live, clock)
+        self.owners = Owners(settings, index)
         self.hints = HintBook(settings, index)
-        self._batches = Batches(settings, index, self._registry, self.live, self.hints, now=self._now)
+        self._batches = Batches(
+            settings, index, self._registry, self.owners, self.live, self.hints, now=self._now
+        )
         self._queries = Queries(settings, index, self._registry, self.hints, clock=clock, now=self._now)
-        self.fuzzy = FuzzyQueries(settings, index, contents, self._registry, self._queries, now=self._now)
+        self.fuzzy = FuzzyQueries(
+            settings, index, contents, self._registry, self.owners, self._queries, now=self._now
+        )
         self.dumps = Dumps(index, self._registry, self.hints, now=self._now, dumps_max=settings.dumps_max)
 
     # -- pods
@@ -176,13 +184,15 @@ class IndexerService:
         lora: str | None,
         digest: int | None = None,
         incomplete: bool = False,
+        owner: str | None = None,
     ) -> BatchResult:
         """A batch that came by HTTP: registers the pod on first contact, deduplicates by `seq`.
 
-        `lora` is the adapter of events that name none. The first `seq` of a source is taken as it is; one
-        that was seen changes nothing, save 0 with another `digest` (any hash of what was sent) than before:
-        then the engine restarted, and what it held is forgotten first. One past the next says that batches
-        were lost, and the source is degraded; so it is when the sender says that its picture is `incomplete`.
+        `lora` is the adapter of events that name none, `owner` whom its blocks are stored for. The first `seq` of
+        a source is taken as it is; one that was seen changes nothing, save 0 with another `digest` (any hash of
+        what was sent) than before: then the engine restarted, and what it held is forgotten first. One past the
+        next says that batches were lost, and the source is degraded; so it is when the sender says that its
+        picture is `incomplete`.
         Raises, with nothing changed: InvalidInput for an unknown pod without a model and for another model
         than the pod's; LimitExceeded; BatchRejected when events were sent and every one of them is bad.
         """
@@ -195,6 +205,7 @@ class IndexerService:
             lora=lora,
             digest=digest,
             incomplete=incomplete,
+            owner=owner,
         )
 
     def check(
@@ -299,6 +310,16 @@ class IndexerService:
         """What is told of the pods that it concerns does not come through now: their ranks are degraded for as long.
         "" when it does again. O(ranks)."""
         self._registry.set_away([pod for name, pod in self.pods.items() if concerns(name)], cause)
+
+    def doubt(self, cause: str) -> None:
+        """Batches may have been lost on their way here: what cannot show by numbers that none of its own was, is
+        degraded. O(ranks)."""
+        for pod in self.pods.values():
+            if pod.spec.zmq_endpoint is not None:
+                continue
+            for source in pod.sources.values():
+                if source.last_seq is None and source.last_event_at_s is not None:
+                    self._registry.lose(source, cause)
 
     def ask_before_silence(self, ask: Callable[[str, int], None]) -> None:
         """From now on nobody is reset for silence on this process's clock alone: `ask(pod, rank)` is told, once

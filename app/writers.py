@@ -11,6 +11,7 @@ from typing import Protocol
 
 from app.batches import BatchResult
 from app.events import BlockRemoved, EventBatch, Tier
+from app.owners import OwnerInfo
 from app.pods import Pod, PodSpec
 from app.service import IndexerService
 
@@ -33,6 +34,7 @@ class Writer(Protocol):
         lora: str | None,
         digest: int | None = None,
         incomplete: bool = False,
+        owner: str | None = None,
     ) -> BatchResult: ...
     async def register(self, spec: PodSpec) -> Pod: ...
     async def drop_pod(self, name: str) -> None: ...
@@ -42,6 +44,7 @@ class Writer(Protocol):
     async def remove_everywhere(
         self, model: str, lora: str | None, events: tuple[BlockRemoved, ...]
     ) -> int: ...
+    async def clear_owner(self, name: str) -> list[OwnerInfo]: ...
 
 
 class DirectWriter:
@@ -61,6 +64,7 @@ class DirectWriter:
         lora: str | None,
         digest: int | None = None,
         incomplete: bool = False,
+        owner: str | None = None,
     ) -> BatchResult:
         return self.immediate.post(
             pod,
@@ -71,6 +75,7 @@ class DirectWriter:
             lora=lora,
             digest=digest,
             incomplete=incomplete,
+            owner=owner,
         )
 
     async def register(self, spec: PodSpec) -> Pod:
@@ -86,3 +91,6 @@ class DirectWriter:
 
     async def remove_everywhere(self, model: str, lora: str | None, events: tuple[BlockRemoved, ...]) -> int:
         return sum(self.immediate.remove_everywhere(model, lora, event) for event in events)
+
+    async def clear_owner(self, name: str) -> list[OwnerInfo]:
+        return self.immediate.owners.clear(name)

@@ -16,10 +16,11 @@ import statistics
 import struct
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
 
 from app import _native
 from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits, Window
+from app.index.prefix_index import IndexLimits, PrefixIndex
 from benchmarks.edited_documents import Edits, documents, edit
 from benchmarks.measure import print_machine, resident_bytes
 
@@ -74,17 +75,17 @@ def measure_cost(blocks: int, rounds: int) -> None:
         f"memory       {stats.bytes / blocks:7.1f} bytes a block held, "
         f"{(resident_bytes() - before) / blocks:.1f} more resident"
     )
-    more = blocks // 10
-    more_hashes = array("Q", (chance.getrandbits(64) | 1 for _ in range(more))).tobytes()
-    calls = store_all(index, more_hashes, random_tokens(more * BLOCK, chance).tobytes())
-    print(f"store        {sum(calls) / more * 1e9:7.0f} ns a block, a tenth more")
-    index.remove(CONTEXT, more_hashes)
     simhashes = b"".join(
         struct.pack("<Q", _native.simhash(packed[i : i + 4 * BLOCK]))
         for i in range(0, len(packed), 4 * BLOCK)
     )
     for name, prompt in prompts(tokens, chance):
         measure_queries(index, name, prompt.tobytes(), simhashes, rounds)
+    more = blocks // 10
+    more_hashes = array("Q", (chance.getrandbits(64) | 1 for _ in range(more))).tobytes()
+    calls = store_all(index, more_hashes, random_tokens(more * BLOCK, chance).tobytes())
+    print(f"store        {sum(calls) / more * 1e9:7.0f} ns a block, a tenth more")
+    index.remove(CONTEXT, more_hashes)
     measure_removal(index, hashes)
 
 
@@ -122,14 +123,24 @@ def measure_queries(index: FuzzyIndex, name: str, prompt: bytes, simhashes: byte
             (offsets[query], (asked[query] ^ stored[place]).bit_count())
             for query, place in struct.iter_unpack("<II", hits)
         }
-        # Also what was removed and is not swept yet is in the tables: none of it may show.
-        rows = index._core.near(CONTEXT, prompt, offsets.tobytes(), DISTANCE, 256)
+        query = _native.NearQuery(index.core, CONTEXT, prompt, offsets.tobytes(), DISTANCE, 256)
+        assert query.step(2**60)
+        rows, done = b"", False
+        while not done:
+            more, done = query.take(2**60)
+            rows += more
         assert near_offsets(rows) == expected, "the index finds what the scan finds"
         ask = index.grid if mode == "grid" else index.sliding
         best, median = rounds_ms(rounds, lambda ask=ask: ask(CONTEXT, prompt, DISTANCE, everything))  # type: ignore[misc]
         print(
             f"{mode:8} {name}: {len(offsets)} windows, {best:.2f} ms best, {median:.2f} median; "
             f"linear scan {scan_ms:.0f} ms, {scan_ms / best:.0f} times as long; {len(expected)} near"
+        )
+        slices = index.grid_slices if mode == "grid" else index.sliding_slices
+        longest = [longest_slice_ms(slices(CONTEXT, prompt, DISTANCE, everything)) for _ in range(rounds)]
+        print(
+            f"         in {longest[0][1]} slices, the longest {statistics.median(ms for ms, _ in longest):.2f} ms "
+            f"(median of {rounds} rounds), {min(longest)[0]:.2f} at best"
         )
 
 
@@ -141,6 +152,68 @@ def measure_removal(index: FuzzyIndex, hashes: bytes) -> None:
     removed_s = time.perf_counter() - begin
     assert len(index.prefix_hashes(CONTEXT)) == len(hashes) // 8 - blocks
     print(f"remove       {removed_s / blocks * 1e9:7.0f} ns a block, a quarter of all, sweep included")
+
+
+def longest_slice_ms(slices: Generator[None, None, list[Window]]) -> tuple[float, int]:
+    """How long others wait at the most, and the number of slices."""
+    longest, count = 0.0, 0
+    done = False
+    while not done:
+        begin = time.perf_counter()
+        try:
+            next(slices)
+        except StopIteration:
+            done = True
+        longest = max(longest, time.perf_counter() - begin)
+        count += 1
+    return longest * 1e3, count
+
+
+# -- what it adds to the prefix index
+
+
+def measure_events(blocks: int) -> None:
+    """Two prefix indexes side by side, one with a fuzzy index: events of 256 new blocks, in turn; CPU time."""
+    limits = IndexLimits(prefixes_per_context_max=4 * blocks)
+    contents = FuzzyIndex(FuzzyLimits())
+    pair = (PrefixIndex(limits), PrefixIndex(limits, contents))
+    places = [(index, index.add_source(), index.context("m", None, BLOCK, 0)) for index in pair]
+    events = blocks // 256
+    spent: list[list[float]] = [[], []]
+    removed: list[list[float]] = [[], []]
+    for number in range(events):
+        hashes, tokens = event(number)
+        for which in (0, 1) if number % 2 else (1, 0):
+            index, source, context = places[which]
+            begin = time.thread_time()
+            index.store(
+                source, context, tier=0, group=0, engine_hashes=hashes, parent=None, token_ids=tokens,
+                extra_keys=None, now=0,
+            )  # fmt: skip
+            spent[which].append(time.thread_time() - begin)
+    assert contents.stats().blocks == events * 256
+    for number in range(0, events, 4):
+        hashes, _ = event(number)
+        for which in (0, 1):
+            index, source, _context = places[which]
+            begin = time.thread_time()
+            index.remove(source, tier=0, group=0, engine_hashes=hashes, now=0)
+            removed[which].append(time.thread_time() - begin)
+    assert len(contents.prefix_hashes(places[1][2])) == sum(256 for n in range(events) if n % 4)
+    print("events of 256 new blocks, CPU time a block, without and with:")
+    for label, times in (
+        ("store, from empty", spent),
+        ("store, the last fifth", [t[-events // 5 :] for t in spent]),
+    ):
+        without, beside = (sum(t) / len(t) / 256 * 1e9 for t in times)
+        print(f"  {label:22} {without:5.0f} ns, {beside:5.0f} ns: {beside - without:4.0f} more")
+    without, beside = (sum(t) / len(t) / 256 * 1e9 for t in removed)
+    print(f"  {'remove, a quarter':22} {without:5.0f} ns, {beside:5.0f} ns: {beside - without:4.0f} more")
+
+
+def event(number: int) -> tuple[bytes, bytes]:
+    chance = random.Random(number)
+    return chance.randbytes(256 * 8), chance.randbytes(256 * BLOCK * 4)
 
 
 # -- distances
@@ -282,6 +355,7 @@ def main() -> None:
     print_machine()
     print(f"load {os.getloadavg()[0]:.1f}; {arguments.blocks} blocks of {BLOCK} tokens, distance {DISTANCE}")
     measure_cost(arguments.blocks, arguments.rounds)
+    measure_events(arguments.blocks)
     measure_distances()
     measure_documents()
 

@@ -67,9 +67,10 @@ nb::tuple hash_blocks(uint64_t chain_from, size_t block_size, const nb::bytes& t
   HashChain chain(chain_from, data_of(tokens), block_size * 4, keys ? &extra : nullptr);
   std::vector<uint64_t> prefixes(blocks);
   for (uint64_t& prefix : prefixes) prefix = chain.next();
-  std::vector<Content> contents;
-  for (size_t i = 0; shingle != 0 && i < blocks && extra.of(i).empty(); ++i)
-    contents.push_back(content_of(data_of(tokens) + i * block_size * 4, block_size, shingle));
+  size_t plain = 0;
+  while (shingle != 0 && plain < blocks && extra.of(plain).empty()) ++plain;
+  std::vector<Content> contents(plain);
+  content_hashes(data_of(tokens), plain, block_size, shingle, contents.data());
   return nb::make_tuple(nb::bytes(prefixes.data(), prefixes.size() * 8),
                         nb::bytes(contents.data(), contents.size() * sizeof(Content)));
 }
@@ -92,6 +93,11 @@ nb::bytes hashes_of(Hashes chain, size_t blocks) {
   return nb::bytes(hashes.data(), hashes.size() * 8);
 }
 
+nb::bytes bytes_of_holdings(const std::vector<Holding>& holdings) {
+  static_assert(sizeof(Holding) == 12);
+  return nb::bytes(holdings.data(), holdings.size() * sizeof(Holding));
+}
+
 void bind_index(nb::module_& m) {
   m.def(
       "xxh64", [](const nb::bytes& data, uint64_t seed) { return xxh64(data_of(data), data.size(), seed); },
@@ -110,13 +116,15 @@ void bind_index(nb::module_& m) {
       .def(
           "__init__",
           [](PrefixIndex* self, Tick ttl, size_t contexts_max, size_t prefixes_per_context_max,
-             size_t orphan_blocks_max, size_t speculative_blocks_max, FuzzyIndex* contents) {
+             size_t orphan_blocks_max, size_t speculative_blocks_max, size_t claims_max,
+             FuzzyIndex* contents) {
             new (self) PrefixIndex(Limits{ttl, contexts_max, prefixes_per_context_max, orphan_blocks_max,
-                                          speculative_blocks_max},
+                                          speculative_blocks_max, claims_max},
                                    contents);
           },
           "ttl_ticks"_a, "contexts_max"_a, "prefixes_per_context_max"_a, "orphan_blocks_max"_a,
-          "speculative_blocks_max"_a, "contents"_a.none() = nb::none(), nb::keep_alive<1, 7>())
+          "speculative_blocks_max"_a, "claims_max"_a, "contents"_a.none() = nb::none(),
+          nb::keep_alive<1, 8>())
       .def("add_context", &PrefixIndex::add_context)
       .def("touch_context", &PrefixIndex::touch_context)
       .def("context_size", &PrefixIndex::context_size)
@@ -126,13 +134,13 @@ void bind_index(nb::module_& m) {
       .def("store",
            [](PrefixIndex& self, uint32_t source, uint32_t context, uint32_t tier, uint32_t group,
               const nb::bytes& engine_hashes, std::optional<uint64_t> parent, const nb::bytes& tokens,
-              const std::optional<nb::tuple>& extra, Tick now, bool count_copies) {
+              const std::optional<nb::tuple>& extra, Tick now, bool count_copies, uint32_t owner) {
              const std::vector<uint64_t> names = words_of(engine_hashes);
              const ExtraKeys keys = extra_of(extra);
              const uint8_t* const data = data_of(tokens);
              const auto store = [&] {
-               return self.store({source, tier, group}, context, names, parent, data, keys, now,
-                                 count_copies);
+               return self.store({source, tier, group}, context, names, parent, data, keys, now, count_copies,
+                                 owner);
              };
              const Stored stored = names.size() < kBlocksWithoutInterpreter ? store() : [&] {
                const nb::gil_scoped_release others_may_run;
@@ -142,27 +150,27 @@ void bind_index(nb::module_& m) {
            })
       .def("place",
            [](PrefixIndex& self, uint32_t source, uint32_t tier, uint32_t group,
-              const nb::bytes& engine_hashes, Tick now, bool count_copies) {
+              const nb::bytes& engine_hashes, Tick now, bool count_copies, uint32_t owner) {
              const Stored stored =
-                 self.place({source, tier, group}, words_of(engine_hashes), now, count_copies);
+                 self.place({source, tier, group}, words_of(engine_hashes), now, count_copies, owner);
              return std::tuple(stored.stored, stored.orphans, stored.unknown);
            })
       .def("store_prefixes",
            [](PrefixIndex& self, uint32_t source, uint32_t context, uint32_t tier, uint32_t group,
               const nb::bytes& engine_hashes, const nb::bytes& prefixes, const nb::bytes& copies, Tick now,
-              bool count_copies) {
+              bool count_copies, uint32_t owner) {
              const Stored stored =
                  self.store_prefixes({source, tier, group}, context, words_of(engine_hashes),
-                                     words_of(prefixes), words_of(copies), now, count_copies);
+                                     words_of(prefixes), words_of(copies), now, count_copies, owner);
              return std::tuple(stored.stored, stored.orphans, stored.unknown);
            })
       .def("store_hashed",
            [](PrefixIndex& self, uint32_t source, uint32_t context, uint32_t tier, uint32_t group,
               const nb::bytes& engine_hashes, std::optional<uint64_t> chain_from, const nb::bytes& prefixes,
-              const nb::bytes& contents, Tick now, bool count_copies) {
+              const nb::bytes& contents, Tick now, bool count_copies, uint32_t owner) {
              const Stored stored =
                  self.store_hashed({source, tier, group}, context, words_of(engine_hashes), chain_from,
-                                   words_of(prefixes), contents_of(contents), now, count_copies);
+                                   words_of(prefixes), contents_of(contents), now, count_copies, owner);
              return std::tuple(stored.stored, stored.orphans, stored.unknown);
            })
       .def("chain_of", [](PrefixIndex& self, uint32_t source, uint32_t context, uint32_t tier, uint32_t group,
@@ -203,6 +211,13 @@ void bind_index(nb::module_& m) {
                holders.emplace_back(holder.source, holder.tier, holder.group);
              return holders;
            })
+      .def("holdings",
+           [](PrefixIndex& self, uint32_t context, const nb::bytes& prefixes, Tick now) {
+             return bytes_of_holdings(self.holdings(context, words_of(prefixes), now));
+           })
+      .def("add_owner", &PrefixIndex::add_owner)
+      .def("clear_owner", &PrefixIndex::clear_owner)
+      .def("owner_claims", &PrefixIndex::owner_claims)
       .def("prefix_of",
            [](PrefixIndex& self, uint32_t context, uint32_t source, uint32_t tier, uint32_t group,
               uint64_t engine_hash,
@@ -280,7 +295,7 @@ void bind_index(nb::module_& m) {
         return std::tuple(now.contexts, now.prefixes, now.holder_sets, now.engine_keys, now.copies,
                           now.orphan_blocks, now.speculative_blocks, now.bytes, now.expired, now.evicted,
                           now.contexts_evicted, now.orphans_dropped, now.orphans_expired,
-                          now.speculative_refused);
+                          now.speculative_refused, now.claims, now.claims_refused);
       });
 }
 
@@ -365,9 +380,8 @@ std::vector<uint32_t> halves_of(const nb::bytes& buffer) {
 
 // A NearTable alone: tests choose SimHashes that no tokens are known for.
 struct LoneTable {
-  RecordPool records;
   NearTable table;
-  explicit LoneTable(unsigned bits) : table(bits, records) {}
+  explicit LoneTable(unsigned bits) : table(bits) {}
   LoneTable(const LoneTable&) = delete;
 };
 
@@ -376,9 +390,14 @@ void bind_near_table(nb::module_& m) {
       .def(nb::init<unsigned>(), "bits"_a)
       .def("insert",
            [](LoneTable& self, const nb::bytes& simhashes) {
-             uint64_t number = 0;
+             uint64_t number = self.table.size();
              for (const uint64_t simhash : words_of(simhashes))
                self.table.insert({simhash, ++number, number});
+           })
+      .def("split",
+           [](LoneTable& self, size_t buckets) {
+             self.table.split(buckets);
+             return std::pair(self.table.bits(), self.table.frontier());
            })
       .def(
           "search",
@@ -415,27 +434,33 @@ void bind_fuzzy(nb::module_& m) {
         return bytes_of_values(linear_scan(words_of(stored), words_of(queries), distance_max));
       },
       "stored"_a, "queries"_a, "distance_max"_a);
+  m.def(
+      "content_hashes",
+      [](const nb::bytes& tokens, size_t block_size, size_t shingle) {
+        std::vector<Content> hashes(tokens.size() / 4 / block_size);
+        content_hashes(data_of(tokens), hashes.size(), block_size, shingle, hashes.data());
+        return bytes_of_values(hashes);
+      },
+      "token_ids"_a, "block_size"_a, "shingle"_a = 1);
   nb::class_<FuzzyIndex>(m, "FuzzyIndex")
       .def(nb::init<size_t, size_t>(), "shingle"_a, "scans"_a = 0)
       .def("add_context", &FuzzyIndex::add_context)
       .def("drop_context", &FuzzyIndex::drop_context)
       .def("insert",
            [](FuzzyIndex& self, uint32_t context, const nb::bytes& prefixes, const nb::bytes& tokens) {
-             return self.insert(context, words_of(prefixes), data_of(tokens));
+             const std::vector<uint64_t> known = words_of(prefixes);
+             return self.insert(context, known, self.hashes(context, data_of(tokens), known.size()));
            })
       .def("remove", [](FuzzyIndex& self, uint32_t context,
                         const nb::bytes& prefixes) { self.remove(context, words_of(prefixes)); })
       .def("prefixes",
            [](FuzzyIndex& self, uint32_t context) { return bytes_of_values(self.prefixes(context)); })
       .def("exact",
-           [](FuzzyIndex& self, uint32_t context, const nb::bytes& tokens, size_t matches_max) {
-             return bytes_of_values(self.exact(context, data_of(tokens), tokens.size() / 4, matches_max));
-           })
-      .def("near",
-           [](FuzzyIndex& self, uint32_t context, const nb::bytes& tokens, const nb::bytes& offsets,
-              unsigned distance_max, size_t matches_max) {
-             return bytes_of_values(self.near(context, data_of(tokens), tokens.size() / 4, halves_of(offsets),
-                                              distance_max, matches_max));
+           [](FuzzyIndex& self, uint32_t context, const nb::bytes& tokens, size_t matches_max, size_t window,
+              size_t windows_max) {
+             const std::vector<FuzzyMatch> found =
+                 self.exact(context, data_of(tokens), tokens.size() / 4, matches_max, window, windows_max);
+             return std::pair(bytes_of_values(found), window);
            })
       .def_static("select",
                   [](const nb::bytes& weights, size_t block_size) {
@@ -445,6 +470,22 @@ void bind_fuzzy(nb::module_& m) {
         const FuzzyStatistics now = self.statistics();
         return std::tuple(now.contexts, now.blocks, now.chained, now.doomed, now.crowded, now.bytes,
                           now.matches_dropped);
+      });
+  nb::class_<NearQuery>(m, "NearQuery")
+      .def(
+          "__init__",
+          [](NearQuery* self, FuzzyIndex& index, uint32_t context, const nb::bytes& tokens,
+             const nb::bytes& offsets, unsigned distance_max, size_t matches_max) {
+            new (self) NearQuery(index, context, data_of(tokens), tokens.size() / 4, halves_of(offsets),
+                                 distance_max, matches_max);
+          },
+          "index"_a, "context"_a, "token_ids"_a, "offsets"_a, "distance_max"_a, "matches_max"_a,
+          nb::keep_alive<1, 2>())
+      .def("step", &NearQuery::step)
+      .def("take", [](NearQuery& self, size_t matches_max) {
+        bool done = false;
+        const std::vector<FuzzyMatch> found = self.take(matches_max, done);
+        return std::pair(bytes_of_values(found), done);
       });
 }
 

@@ -7,7 +7,7 @@
 // Neighbours are handed over together, because the fuzzy index is fast only with many blocks at once; but a
 // birth and a death never change places, so that what lies in the fuzzy index after `flush` is what the
 // prefix index holds. Every call of the prefix index ends with one. Cost: a copy of the tokens of a new
-// block.
+// block, which are hashed together.
 #pragma once
 
 #include <cstdint>
@@ -44,10 +44,8 @@ class ContentFeed {
     died_.push_back(prefix);
   }
   void flush() {
-    if (!known_.empty())
-      index_->insert(context_, born_, known_);
-    else if (!born_.empty())
-      index_->insert(context_, born_, tokens_.data());
+    if (!tokens_.empty()) known_ = index_->hashes(context_, tokens_.data(), born_.size());
+    if (!born_.empty()) index_->insert(context_, born_, known_);
     if (!died_.empty()) index_->remove(context_, died_);
     born_.clear();
     tokens_.clear();

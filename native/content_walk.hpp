@@ -17,7 +17,7 @@ namespace kvindexer {
 
 inline ContentCursor FuzzyContext::begin_walk() const {
   ContentCursor cursor;
-  cursor.bits = current_->bits();
+  cursor.bits = table_.bits();
   return cursor;
 }
 
@@ -40,19 +40,16 @@ inline bool FuzzyContext::walk(ContentCursor& cursor, size_t rows_max, std::vect
   return false;
 }
 
-// All that has the leading bits of the next step, in a table of more bits or of less.
+// All that has the leading bits of the next step: as many buckets as splits have made of it since the walk
+// began.
 inline void FuzzyContext::walk_buckets(ContentCursor& cursor, std::vector<ContentRow>& rows) {
-  const uint64_t leading = cursor.next_leading();
-  for (const NearTable* table : {current_.get(), old_.get()}) {
-    if (table == nullptr) continue;
-    const unsigned bits = table->bits();
-    const unsigned more = bits > cursor.bits ? bits - cursor.bits : 0;
-    const unsigned less = bits < cursor.bits ? cursor.bits - bits : 0;
-    const uint32_t first = static_cast<uint32_t>(leading >> less << more);
-    for (uint32_t bucket = first; bucket < first + (1u << more); ++bucket)
-      for (uint32_t slot = 0; slot < table->bucket_size(bucket); ++slot)
-        walk_record(table->record({bucket, slot}), cursor, rows);
-  }
+  const unsigned more = table_.bits() - cursor.bits;
+  const uint32_t first = cursor.next_leading() << more;
+  for (uint32_t leading = first; leading < first + (1u << more); ++leading)
+    table_.for_buckets(leading, [&](uint32_t bucket) {
+      for (uint32_t slot = 0; slot < table_.bucket_size(bucket); ++slot)
+        walk_record(table_.record({bucket, slot}), cursor, rows);
+    });
 }
 
 inline void FuzzyContext::walk_record(const Record& record, ContentCursor& cursor,
@@ -94,6 +91,7 @@ inline void FuzzyContext::walk_chain(ContentCursor& cursor, size_t rows_max, std
 
 inline void FuzzyContext::append(uint64_t before, const ContentRow& row, bool crowded) {
   const uint64_t prefix = row.prefix;
+  ++version_;
   if (prefix == 0 || chains_.contains(prefix)) return;
   if (doomed() != 0) revive(prefix);  // its record, if any, is found below
   if (!crowded) {

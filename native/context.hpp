@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "block_pool.hpp"
+#include "claims.hpp"
 #include "holder_sets.hpp"
 #include "id_table.hpp"
 #include "segmented_table.hpp"
@@ -105,6 +106,7 @@ struct Context {
   uint64_t last_used = 0;
   IdTable<PrefixOf> prefixes;
   SegmentedTable<Mark> marks;
+  ClaimTable claims;
   std::vector<Slot> slots;
   std::vector<uint32_t> free_slots;
   std::vector<uint32_t> retired_slots;

@@ -71,21 +71,18 @@ class FuzzyIndex {
   bool has_context(uint32_t id) const { return contexts_.contains(id); }
   size_t block_size(uint32_t id) const { return contexts_.at(id)->block_size(); }
 
-  size_t insert(uint32_t id, std::span<const uint64_t> prefixes, const uint8_t* tokens) {
-    bury();
-    FuzzyContext& context = *contexts_.at(id);
-    if (is_noting_)
-      for (size_t i = 0; i < prefixes.size(); ++i)
-        note_stored(
-            id, prefixes[i],
-            content_of(tokens + i * context.block_size() * 4, context.block_size(), context.shingle()));
-    return context.insert(prefixes, tokens);
+  // What `insert` wants to know of blocks, from their tokens.
+  std::vector<Content> hashes(uint32_t id, const uint8_t* tokens, size_t blocks) const {
+    std::vector<Content> found(blocks);
+    content_hashes(tokens, blocks, block_size(id), shingle_, found.data());
+    return found;
   }
-  size_t insert(uint32_t id, std::span<const uint64_t> prefixes, std::span<const Content> contents) {
+  // See FuzzyContext::insert.
+  size_t insert(uint32_t id, std::span<const uint64_t> prefixes, std::span<const Content> hashes) {
     bury();
     if (is_noting_)
-      for (size_t i = 0; i < prefixes.size(); ++i) note_stored(id, prefixes[i], contents[i]);
-    return contexts_.at(id)->insert(prefixes, contents);
+      for (size_t i = 0; i < prefixes.size(); ++i) note_stored(id, prefixes[i], hashes[i]);
+    return contexts_.at(id)->insert(prefixes, hashes);
   }
   void remove(uint32_t id, std::span<const uint64_t> prefixes) {
     bury();
@@ -97,10 +94,10 @@ class FuzzyIndex {
   // For tests and dumps.
   std::vector<uint64_t> prefixes(uint32_t id) { return contexts_.at(id)->prefixes(); }
 
-  std::vector<FuzzyMatch> exact(uint32_t id, const uint8_t* tokens, size_t count, size_t matches_max);
-  // Offsets are such that offset + block_size <= count.
-  std::vector<FuzzyMatch> near(uint32_t id, const uint8_t* tokens, size_t count,
-                               std::span<const uint32_t> offsets, unsigned distance_max, size_t matches_max);
+  // Of the windows from `window` on; `window` becomes the next one, that behind the last at the end. Stops
+  // behind `windows_max` windows or about as many matches.
+  std::vector<FuzzyMatch> exact(uint32_t id, const uint8_t* tokens, size_t count, size_t matches_max,
+                                size_t& window, size_t windows_max);
   static std::vector<uint32_t> select(std::span<const uint32_t> weights, size_t block_size);
 
   FuzzyStatistics statistics() const;
@@ -123,9 +120,12 @@ class FuzzyIndex {
   bool import_settle(size_t rows_max, Keep keep);
 
  private:
+  friend class NearQuery;
+
   static constexpr size_t kNotesMax = 1 << 22;  // 128 MiB
 
   struct Near {
+    uint64_t simhash;
     uint64_t content;
     uint64_t prefix;
     uint32_t distance;
@@ -138,8 +138,6 @@ class FuzzyIndex {
     }
   };
 
-  std::vector<uint64_t> simhashes_at(const FuzzyContext& context, const uint8_t* tokens, size_t count,
-                                     std::span<const uint32_t> offsets) const;
   void report(FuzzyContext& context, uint32_t offset, const std::vector<Near>& found, size_t matches_max,
               std::vector<FuzzyMatch>& matches);
   void bury() {
@@ -170,71 +168,149 @@ class FuzzyIndex {
   size_t notes_lost_ = 0;
 };
 
+// What lies near the windows of a prompt at given offsets, found in slices between which the index may
+// change.
+//
+// What is stored when the first slice begins and is still there when its window's matches are taken is among
+// them, unless `matches_max` leaves it out; nothing is that is not stored then. What comes meanwhile may be.
+class NearQuery {
+ public:
+  // Offsets are such that offset + block_size <= count.
+  NearQuery(FuzzyIndex& index, uint32_t id, const uint8_t* tokens, size_t count,
+            std::vector<uint32_t> offsets, unsigned distance_max, size_t matches_max);
+  NearQuery(const NearQuery&) = delete;
+
+  // Goes on for about `work_max` (see NearSearch::run); true when all is found.
+  bool step(size_t work_max);
+  // Behind the last step: the matches of the next windows, about `matches_max` in all. `done` tells that
+  // there are no more.
+  std::vector<FuzzyMatch> take(size_t matches_max, bool& done);
+
+ private:
+  static constexpr size_t kWindowsTaken = 1'024;  // in one go
+
+  FuzzyContext* context() const {
+    return index_->has_context(id_) ? index_->contexts_.at(id_).get() : nullptr;
+  }
+  std::vector<uint64_t> simhashes(const uint8_t* tokens, size_t count, size_t block_size) const;
+  void trim(std::vector<FuzzyIndex::Near>& list);
+  void settle(FuzzyContext& context, size_t window);
+
+  FuzzyIndex* index_;
+  uint32_t id_;
+  std::vector<uint32_t> offsets_;
+  size_t matches_max_;
+  std::vector<uint64_t> simhashes_, contents_;
+  std::vector<std::vector<FuzzyIndex::Near>> found_;  // by window
+  std::unique_ptr<NearSearch> search_;
+  uint64_t version_ = 0;
+  size_t taken_ = 0;  // windows
+};
+
 inline std::vector<FuzzyMatch> FuzzyIndex::exact(uint32_t id, const uint8_t* tokens, size_t count,
-                                                 size_t matches_max) {
+                                                 size_t matches_max, size_t& window, size_t windows_max) {
   constexpr size_t kAhead = 16;
   FuzzyContext& context = *contexts_.at(id);
-  const size_t block_bytes = context.block_size() * 4;
-  const std::vector<uint64_t> simhashes =
-      sliding_simhashes(tokens, count, context.block_size(), context.shingle());
+  const size_t block_size = context.block_size();
   std::vector<FuzzyMatch> matches;
-  for (size_t i = 0; i < simhashes.size(); ++i) {
-    if (i + kAhead < simhashes.size()) context.prefetch(simhashes[i + kAhead]);
-    if (i + kAhead / 2 < simhashes.size()) context.prefetch_records(simhashes[i + kAhead / 2]);
-    const uint64_t content = xxh64(tokens + 4 * i, block_bytes, 0);
+  if (window + block_size > count) return matches;
+  const size_t first = window;
+  const size_t windows = std::min(windows_max, count - block_size + 1 - first);
+  const std::vector<uint64_t> simhashes =
+      sliding_simhashes(tokens + 4 * first, windows + block_size - 1, block_size, context.shingle());
+  for (size_t i = 0; i < windows && matches.size() < windows_max; ++i) {
+    if (i + kAhead < windows) context.prefetch(simhashes[i + kAhead]);
+    if (i + kAhead / 2 < windows) context.prefetch_records(simhashes[i + kAhead / 2]);
+    const uint64_t content = xxh64(tokens + 4 * window, block_size * 4, 0);
     const uint64_t prefix = context.find_exact(simhashes[i], content);
     if (prefix != 0)
-      report(context, static_cast<uint32_t>(i), {{content, prefix, 0, true}}, matches_max, matches);
+      report(context, static_cast<uint32_t>(window), {{simhashes[i], content, prefix, 0, true}}, matches_max,
+             matches);
+    ++window;
   }
   return matches;
 }
 
-inline std::vector<FuzzyMatch> FuzzyIndex::near(uint32_t id, const uint8_t* tokens, size_t count,
-                                                std::span<const uint32_t> offsets, unsigned distance_max,
-                                                size_t matches_max) {
-  FuzzyContext& context = *contexts_.at(id);
-  const std::vector<uint64_t> simhashes = simhashes_at(context, tokens, count, offsets);
-  std::vector<uint64_t> contents(offsets.size());
-  for (size_t i = 0; i < offsets.size(); ++i)
-    contents[i] = xxh64(tokens + 4 * size_t{offsets[i]}, context.block_size() * 4, 0);
-
-  std::vector<std::vector<Near>> found(offsets.size());
-  const auto trim = [&](std::vector<Near>& list) {
-    std::nth_element(list.begin(), list.begin() + static_cast<ptrdiff_t>(matches_max), list.end());
-    matches_dropped_ += list.size() - matches_max;
-    list.resize(matches_max);
-  };
-  context.search(simhashes, distance_max, [&](uint32_t query, unsigned distance, const Record& record) {
-    std::vector<Near>& list = found[query];
-    list.push_back({record.content, record.prefix, distance, record.content == contents[query]});
-    if (list.size() >= 2 * matches_max + 16) trim(list);
-  });
-  std::vector<FuzzyMatch> matches;
-  for (size_t i = 0; i < offsets.size(); ++i) {
-    std::vector<Near>& list = found[i];
-    if (context.crowded() != 0 &&
-        std::none_of(list.begin(), list.end(), [](const Near& near) { return near.exact; }))
-      if (const uint64_t prefix = context.find_exact(simhashes[i], contents[i]))
-        list.push_back({contents[i], prefix, 0, true});
-    if (list.size() > matches_max) trim(list);
-    std::sort(list.begin(), list.end());
-    report(context, offsets[i], list, matches_max, matches);
-  }
-  return matches;
+inline NearQuery::NearQuery(FuzzyIndex& index, uint32_t id, const uint8_t* tokens, size_t count,
+                            std::vector<uint32_t> offsets, unsigned distance_max, size_t matches_max)
+    : index_(&index),
+      id_(id),
+      offsets_(std::move(offsets)),
+      matches_max_(matches_max),
+      contents_(offsets_.size()),
+      found_(offsets_.size()) {
+  const FuzzyContext& context = *index.contexts_.at(id);
+  simhashes_ = simhashes(tokens, count, context.block_size());
+  for (size_t i = 0; i < offsets_.size(); ++i)
+    contents_[i] = xxh64(tokens + 4 * size_t{offsets_[i]}, context.block_size() * 4, 0);
+  search_ = std::make_unique<NearSearch>(simhashes_, distance_max, context.scans());
+  version_ = context.version();
 }
 
-inline std::vector<uint64_t> FuzzyIndex::simhashes_at(const FuzzyContext& context, const uint8_t* tokens,
-                                                      size_t count, std::span<const uint32_t> offsets) const {
-  const size_t block_size = context.block_size();
-  std::vector<uint64_t> simhashes(offsets.size());
-  if (offsets.size() * 4 > count) {  // a step of the window costs a quarter of a SimHash
-    const std::vector<uint64_t> all = sliding_simhashes(tokens, count, block_size, shingle_);
-    for (size_t i = 0; i < offsets.size(); ++i) simhashes[i] = all[offsets[i]];
+inline std::vector<uint64_t> NearQuery::simhashes(const uint8_t* tokens, size_t count,
+                                                  size_t block_size) const {
+  std::vector<uint64_t> found(offsets_.size());
+  if (offsets_.size() * 4 > count) {  // a step of the window costs a quarter of a SimHash
+    const std::vector<uint64_t> all = sliding_simhashes(tokens, count, block_size, index_->shingle_);
+    for (size_t i = 0; i < offsets_.size(); ++i) found[i] = all[offsets_[i]];
   } else {
-    for (size_t i = 0; i < offsets.size(); ++i)
-      simhashes[i] = simhash(tokens + 4 * size_t{offsets[i]}, block_size, shingle_);
+    for (size_t i = 0; i < offsets_.size(); ++i)
+      found[i] = simhash(tokens + 4 * size_t{offsets_[i]}, block_size, index_->shingle_);
   }
-  return simhashes;
+  return found;
+}
+
+inline bool NearQuery::step(size_t work_max) {
+  const FuzzyContext* const from = context();
+  if (from == nullptr) return true;
+  return from->search(*search_, work_max, [&](uint32_t window, unsigned distance, const Record& record) {
+    std::vector<FuzzyIndex::Near>& list = found_[window];
+    list.push_back(
+        {record.simhash, record.content, record.prefix, distance, record.content == contents_[window]});
+    if (list.size() >= 2 * matches_max_ + 16) trim(list);
+  });
+}
+
+inline std::vector<FuzzyMatch> NearQuery::take(size_t matches_max, bool& done) {
+  std::vector<FuzzyMatch> matches;
+  FuzzyContext* const from = context();
+  done = from == nullptr;
+  if (done) return matches;
+  const size_t end = std::min(offsets_.size(), taken_ + kWindowsTaken);
+  for (; taken_ < end && matches.size() < matches_max; ++taken_) {
+    settle(*from, taken_);
+    index_->report(*from, offsets_[taken_], found_[taken_], matches_max_, matches);
+    found_[taken_] = {};
+  }
+  done = taken_ == offsets_.size();
+  return matches;
+}
+
+// Puts a window's matches in order, as the index has them now.
+inline void NearQuery::settle(FuzzyContext& context, size_t window) {
+  std::vector<FuzzyIndex::Near>& list = found_[window];
+  if (version_ != context.version()) {
+    // A record may have moved and been found again, gone, or come to another prefix of its content.
+    for (FuzzyIndex::Near& near : list) near.prefix = context.find_exact(near.simhash, near.content);
+    std::erase_if(list, [](const FuzzyIndex::Near& near) { return near.prefix == 0; });
+    std::sort(list.begin(), list.end());
+    const auto same = [](const FuzzyIndex::Near& a, const FuzzyIndex::Near& b) {
+      return a.prefix == b.prefix;
+    };
+    list.erase(std::unique(list.begin(), list.end(), same), list.end());
+  }
+  if (context.crowded() != 0 &&
+      std::none_of(list.begin(), list.end(), [](const FuzzyIndex::Near& near) { return near.exact; }))
+    if (const uint64_t prefix = context.find_exact(simhashes_[window], contents_[window]))
+      list.push_back({simhashes_[window], contents_[window], prefix, 0, true});
+  if (list.size() > matches_max_) trim(list);
+  std::sort(list.begin(), list.end());
+}
+
+inline void NearQuery::trim(std::vector<FuzzyIndex::Near>& list) {
+  std::nth_element(list.begin(), list.begin() + static_cast<ptrdiff_t>(matches_max_), list.end());
+  index_->matches_dropped_ += list.size() - matches_max_;
+  list.resize(matches_max_);
 }
 
 inline void FuzzyIndex::report(FuzzyContext& context, uint32_t offset, const std::vector<Near>& found,

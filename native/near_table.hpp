@@ -4,16 +4,22 @@
 // CVPR 2012). The 64 bits are cut in three chunks A, B, C of 21, 21 and 22 bits, and there is a table for
 // each. Were chunk i at a distance above r[i] for every i, the sum would be at least the sum of r[i] + 1; so
 // with that sum d + 1 (r = 2, 2, 2 for d = 8), whatever is within d is within r[i] in some chunk i, and
-// looking there finds all. A table is addressed by the leading `bits` bits of its chunk only: being within
-// r[i] in the chunk implies being within r[i] in part of it.
+// looking there finds all. A table is addressed by some leading bits of its chunk only: being within r[i] in
+// the chunk implies being within r[i] in part of it.
 //
 // What keeps it small: a record is stored once, in its bucket of table A (24 bytes and its share of a
-// half-empty node). Tables B and C hold one 32-bit word each, which is a reference and a filter in one:
-//   [bucket in A: `bits`] [leading bits of the third chunk: 31 - `bits`] [1]
-// The bucket in A is the leading bits of chunk A, so a word carries 31 bits of the SimHash beside those of
-// the bucket that it lies in; one word in a thousand gets as far as its bucket of A, which is then searched.
-// Words do not say where in that bucket the record lies, so records move in it freely, and equal words are as
-// good as each other.
+// half-empty node). Tables B and C hold one 32-bit word each, a reference and a filter in one:
+//   [leading bits of chunk A] [bits of the own chunk behind those of the bucket] [leading bits of the third]
+//   [1]
+// A word carries some 30 bits of the SimHash beside those of the bucket that it lies in; one word in a
+// thousand gets as far as its bucket of A, which is then searched. Words do not say where in that bucket the
+// record lies, so records move in it freely, and equal words are as good as each other.
+//
+// How it grows (linear hashing, Litwin 1980, in the order of the leading bits): buckets are split one after
+// the other, the same one in all three tables. Those before `frontier` have one bit of depth more than those
+// from it on; when all are split it begins anew. So there is never a second table to search, and memory
+// follows the number of records. A word has the next bits of its own chunk for that, and those of chunk A;
+// where they are used up (`kLayouts`) the split reads the records to make new words.
 //
 // What keeps it fast: queries are asked together. Region by region of a table, the buckets near to any query
 // are listed with the queries that ask there (a counting sort in the first-level cache), and every bucket is
@@ -45,87 +51,119 @@ struct RecordPlace {
   uint32_t slot;
 };
 
+// Which bits of a SimHash the words of a bucket have: so many leading ones of chunk A, then those of the own
+// chunk from `own_from` on to the same place, then leading ones of the third chunk; 32 in all. Good for
+// buckets of own_from up to chunk_a - 1 leading bits, and for the last split of those.
+struct WordLayout {
+  unsigned own_from;
+  unsigned chunk_a;
+  unsigned own() const { return chunk_a - own_from; }
+  unsigned third() const { return 32 - chunk_a - own(); }
+};
+inline constexpr std::array<WordLayout, 4> kLayouts = {{{6, 11}, {11, 14}, {14, 17}, {17, 20}}};
+
+inline const WordLayout& layout_of(unsigned bits) {
+  size_t i = 0;
+  while (i + 1 < kLayouts.size() && bits >= kLayouts[i + 1].own_from) ++i;
+  return kLayouts[i];
+}
+
 class NearTable {
  public:
   static constexpr unsigned kBitsMin = 6;
   static constexpr unsigned kBitsMax = 20;
 
-  // `records` is shared by the tables of one index, so that one can move its records to another.
-  NearTable(unsigned bits, RecordPool& records) : bits_(bits), records_(&records) {
+  explicit NearTable(unsigned bits) : bits_(bits) {
     assert(bits >= kBitsMin && bits <= kBitsMax && "a chunk has 21 bits, a region 64 buckets");
-    directory_.resize(pages_for(sizeof(Bucket)));
-    for (Pages& heads : heads_) heads.resize(pages_for(sizeof(WordNode)));
+    levels_[0].resize(bits);
   }
 
+  // Buckets from `frontier` on are addressed by so many leading bits, those before it by one more.
   unsigned bits() const { return bits_; }
-  uint32_t buckets() const { return 1u << bits_; }
+  uint32_t frontier() const { return frontier_; }
+  size_t buckets() const { return (size_t{1} << bits_) + frontier_; }
   size_t size() const { return size_; }
-  size_t bytes() const { return directory_.bytes() + heads_[0].bytes() + heads_[1].bytes() + words_.bytes(); }
-  uint32_t bucket_of(uint64_t simhash) const { return chunk(0, simhash, bits_); }
+  size_t bytes() const;
+
+  // A bucket's name: a 1 and its leading bits. Good until the next split.
+  uint32_t bucket_of(uint64_t simhash) const { return bucket_at(0, simhash); }
   uint32_t bucket_size(uint32_t bucket) const { return at(bucket).size; }
+  // Calls visit(bucket) for the one or two whose first `bits` bits are these.
+  template <class Visit>
+  void for_buckets(uint32_t leading, Visit visit) const {
+    if (leading >= frontier_) return visit(1u << bits_ | leading);
+    visit(2u << bits_ | 2 * leading);
+    visit(2u << bits_ | (2 * leading + 1));
+  }
+
+  // Where a record with a SimHash lies, or would. Good until the next split.
+  struct Spot {
+    Bucket* bucket;
+    WordNode* heads[2];  // of tables B and C
+    uint32_t words[2];   // that it has there
+  };
+  [[gnu::always_inline]] Spot spot_of(uint64_t simhash) const {
+    Spot spot;
+    spot.bucket = &at(bucket_of(simhash));
+    for (unsigned table = 1; table < 3; ++table) {
+      const uint32_t bucket = bucket_at(table, simhash);
+      spot.heads[table - 1] = &head(table, bucket);
+      spot.words[table - 1] = word_of(table, simhash, bits_of(bucket));
+    }
+    return spot;
+  }
 
   [[gnu::always_inline]] void prefetch(uint64_t simhash) const {
-    __builtin_prefetch(&at(bucket_of(simhash)), 1);
-    for (unsigned table = 1; table < 3; ++table)
-      __builtin_prefetch(heads(table) + chunk(table, simhash, bits_), 1);
+    __builtin_prefetch(&at(bucket_of(simhash)));
+  }
+  [[gnu::always_inline]] void prefetch_simhashes(const Bucket& bucket) const {
+    for (uint32_t j = 0; j < Bucket::kInline && j * 8 < bucket.size; ++j)
+      __builtin_prefetch(records_.at(bucket.nodes[j]).simhash);
   }
   [[gnu::always_inline]] void prefetch_records(uint64_t simhash) const {
-    const Bucket& bucket = at(bucket_of(simhash));
-    for (uint32_t j = 0; j < Bucket::kInline && j * 8 < bucket.size; ++j)
-      __builtin_prefetch(records_->at(bucket.nodes[j]).simhash);
-    prefetch_tail(simhash);
-  }
-  [[gnu::always_inline]] void prefetch_bucket(uint32_t number) const {
-    if (number >= buckets()) return;
-    const Bucket& bucket = at(number);
-    for (uint32_t j = 0; j < Bucket::kInline && j * 8 < bucket.size; ++j) {
-      __builtin_prefetch(records_->at(bucket.nodes[j]).simhash);
-      __builtin_prefetch(records_->at(bucket.nodes[j]).content);
-      __builtin_prefetch(records_->at(bucket.nodes[j]).prefix);
-    }
+    prefetch_simhashes(at(bucket_of(simhash)));
   }
   [[gnu::always_inline]] void prefetch_prefixes(uint32_t number) const {
-    if (number >= buckets()) return;
     const Bucket& bucket = at(number);
     for (uint32_t j = 0; j < Bucket::kInline && j * 8 < bucket.size; ++j)
-      __builtin_prefetch(records_->at(bucket.nodes[j]).prefix);
-  }
-  [[gnu::always_inline]] void prefetch_tail(uint64_t simhash) const {
-    const Bucket& bucket = at(bucket_of(simhash));
-    const uint32_t last = bucket.size / 8;
-    if (last < Bucket::kInline && bucket.size % 8 != 0) {
-      __builtin_prefetch(records_->at(bucket.nodes[last]).content, 1);
-      __builtin_prefetch(records_->at(bucket.nodes[last]).prefix, 1);
-    }
+      __builtin_prefetch(records_.at(bucket.nodes[j]).prefix);
   }
 
-  // For an insertion, after `prefetch`: first the lines that it writes, then the rest of what may_contain
-  // reads.
-  [[gnu::always_inline]] void prefetch_insertion(uint64_t simhash) const {
-    prefetch_tail(simhash);
-    prefetch_words(simhash);
+  // For an insertion, one behind the other: the first lines, those that it writes, and the rest of what
+  // may_contain reads.
+  [[gnu::always_inline]] void prefetch_spot(const Spot& spot) const {
+    __builtin_prefetch(spot.bucket, 1);
+    for (const WordNode* head : spot.heads) __builtin_prefetch(head, 1);
   }
-  [[gnu::always_inline]] void prefetch_words(uint64_t simhash) const {
-    __builtin_prefetch(&words_.at(heads(1)[chunk(1, simhash, bits_)].next));
+  [[gnu::always_inline]] void prefetch_tail(const Spot& spot) const {
+    const uint32_t last = spot.bucket->size / 8;
+    if (last < Bucket::kInline && spot.bucket->size % 8 != 0) {
+      const RecordNode& node = records_.at(spot.bucket->nodes[last]);
+      __builtin_prefetch(node.simhash, 1);
+      __builtin_prefetch(node.content, 1);
+      __builtin_prefetch(node.prefix, 1);
+    }
+    __builtin_prefetch(&words_.at(spot.heads[0]->next_number));
   }
-  [[gnu::always_inline]] void prefetch_more_words(uint64_t simhash) const {
-    __builtin_prefetch(&words_.at(words_.at(heads(1)[chunk(1, simhash, bits_)].next).next));
+  [[gnu::always_inline]] void prefetch_more_words(const Spot& spot) const {
+    __builtin_prefetch(&words_.at(words_.at(spot.heads[0]->next_number).next_number));
   }
 
   // False when no record has this SimHash; seldom true when none has. Table B knows in half the cache lines
   // of A.
-  bool may_contain(uint64_t simhash) const {
-    const uint32_t word = word_of(1, simhash);
-    const WordNode* node = heads(1) + chunk(1, simhash, bits_);
+  bool may_contain(const Spot& spot) const {
+    const WordNode* node = spot.heads[0];
     while (true) {
       uint32_t equal = 0;
-      for (const uint32_t other : node->words) equal |= other == word ? 1 : 0;
-      if (equal != 0 || node->next == 0) return equal != 0;
-      node = &words_.at(node->next);
+      for (uint32_t i = 0; i < WordNode::kWords; ++i)
+        equal |= node->words[i] == spot.words[0] && i < node->count ? 1 : 0;
+      if (equal != 0 || node->next_number == 0) return equal != 0;
+      node = &words_.at(node->next_number);
     }
   }
   std::optional<RecordPlace> find(uint64_t simhash, uint64_t content) const;
-  void insert(const Record& record);
+  void insert(const Record& record) { insert(record, spot_of(record.simhash)); }
+  void insert(const Record& record, const Spot& spot);
   void erase(RecordPlace place);
   Record record(RecordPlace place) const {
     const RecordNode& node = node_of(at(place.bucket), place.slot);
@@ -138,37 +176,53 @@ class NearTable {
     node_of(at(place.bucket), place.slot).prefix[place.slot & 7] = prefix;
   }
 
-  // Takes all records of a bucket out. Their words stay behind in B and C and lead nowhere: only for a table
-  // whose buckets are emptied one after the other, never to be filled again.
-  void take_bucket(uint32_t bucket, std::vector<Record>& out);
+  // Splits so many buckets at the frontier, in each of the tables: each in one go, however much lies there.
+  // What they need is fetched from memory some buckets ahead. Not with kBitsMax bits.
+  void split(size_t buckets);
 
-  // Calls hit(query, distance, record) once for every record within `distance_max` of every query.
+  // See NearSearch (near_search.hpp), which this is all of.
   template <class Hit>
   void search(std::span<const uint64_t> queries, unsigned distance_max, const NearScans& scans,
               Hit hit) const;
 
   void release_into(std::vector<Pages>& pages) {
-    pages.push_back(std::move(directory_));
-    for (Pages& heads : heads_) pages.push_back(std::move(heads));
+    for (Level& level : levels_) {
+      pages.push_back(std::move(level.directory));
+      for (Pages& heads : level.heads) pages.push_back(std::move(heads));
+    }
     words_.release_into(pages);
+    records_.release_into(pages);
   }
 
  private:
+  friend class NearSearch;
   using Radii = std::array<int, 3>;
-  static constexpr unsigned kRegionBits = 6;
-  static constexpr size_t kQueriesSorted = 64;  // with fewer, sorting them costs more than it saves
 
-  size_t pages_for(size_t entry_bytes) const {
-    return (buckets() * entry_bytes + Pages::kPageBytes - 1) / Pages::kPageBytes;
+  struct Level {                 // the buckets of one number of leading bits
+    Pages directory;             // table A
+    std::array<Pages, 2> heads;  // tables B and C: the first node of every bucket
+
+    void resize(unsigned bits) {
+      directory.resize(pages_for(size_t{1} << bits, sizeof(Bucket)));
+      for (Pages& pages : heads) pages.resize(pages_for(size_t{1} << bits, sizeof(WordNode)));
+    }
+    Bucket* buckets() const { return static_cast<Bucket*>(directory.base()); }
+    WordNode* words(unsigned table) const { return static_cast<WordNode*>(heads[table - 1].base()); }
+  };
+
+  static constexpr size_t pages_for(size_t entries, size_t entry_bytes) {
+    return (entries * entry_bytes + Pages::kPageBytes - 1) / Pages::kPageBytes;
   }
   // The leading `bits` bits of a chunk.
   static uint32_t chunk(unsigned table, uint64_t simhash, unsigned bits) {
     return bits == 0 ? 0 : static_cast<uint32_t>((simhash << (21 * table)) >> (64 - bits));
   }
-  // The word in table 1 or 2 of a record with this SimHash.
-  uint32_t word_of(unsigned table, uint64_t simhash) const {
-    const unsigned rest = std::min(31 - bits_, 21u);
-    return chunk(0, simhash, bits_) << (32 - bits_) | chunk(3 - table, simhash, rest) << 1 | 1;
+  // The word of a record with this SimHash in a bucket of so many bits of table 1 or 2.
+  static uint32_t word_of(unsigned table, uint64_t simhash, unsigned bits) {
+    const WordLayout& layout = layout_of(bits);
+    const uint32_t own = chunk(table, simhash, layout.chunk_a) & ((1u << layout.own()) - 1);
+    return chunk(0, simhash, layout.chunk_a) << (32 - layout.chunk_a) | own << layout.third() |
+           chunk(3 - table, simhash, layout.third());
   }
   static Radii radii_of(unsigned distance_max) {
     Radii radii;
@@ -177,32 +231,68 @@ class NearTable {
     return radii;
   }
 
-  const Bucket& at(uint32_t bucket) const { return static_cast<const Bucket*>(directory_.base())[bucket]; }
-  Bucket& at(uint32_t bucket) { return static_cast<Bucket*>(directory_.base())[bucket]; }
-  WordNode* heads(unsigned table) const { return static_cast<WordNode*>(heads_[table - 1].base()); }
+  uint32_t bucket_at(unsigned table, uint64_t simhash) const {
+    const uint32_t fine = chunk(table, simhash, bits_ + 1);
+    return fine / 2 < frontier_ ? 2u << bits_ | fine : 1u << bits_ | fine / 2;
+  }
+  // The bucket of table A that a word of a bucket of so many bits leads to.
+  uint32_t bucket_of_word(uint32_t word) const {
+    const uint32_t fine = word >> (31 - bits_);
+    return fine / 2 < frontier_ ? 2u << bits_ | fine : 1u << bits_ | fine / 2;
+  }
+  unsigned bits_of(uint32_t bucket) const { return bits_ + (bucket >> (bits_ + 1)); }
+  const Level& level_of(uint32_t bucket) const { return levels_[bucket >> (bits_ + 1)]; }
+  uint32_t index_of(uint32_t bucket) const { return bucket & ((1u << bits_of(bucket)) - 1); }
+
+  Bucket& at(uint32_t bucket) const { return level_of(bucket).buckets()[index_of(bucket)]; }
+  WordNode& head(unsigned table, uint32_t bucket) const {
+    return level_of(bucket).words(table)[index_of(bucket)];
+  }
   RecordNode& node_of(const Bucket& bucket, uint32_t slot) const {
-    return records_->at(node_number(bucket, slot / 8, words_));
+    return const_cast<RecordPool&>(records_).at(node_number(bucket, slot / 8, words_));
   }
 
+  void append(Bucket& bucket, const Record& record);
   void append_node(Bucket& bucket, uint32_t index);
   void drop_node(Bucket& bucket, uint32_t index);
   void add_word(WordNode& head, uint32_t word);
   void erase_word(WordNode& head, uint32_t word);
 
-  const Bucket* buckets_of_a() const { return static_cast<const Bucket*>(directory_.base()); }
-  unsigned first_table(uint64_t difference, const Radii& radii) const {
+  [[gnu::always_inline]] void prefetch_split(size_t bucket, unsigned step) const;
+  void split_one();
+  void split_words(unsigned table);
+  void split_records();
+  void take_words(WordNode& head);
+  void fill(WordNode& head, std::span<const uint32_t> words);
+  void rewrite_words(unsigned table);
+  void raise();
+
+  unsigned first_table(uint64_t simhash, uint64_t difference, const Radii& radii) const {
     for (unsigned table = 0; table < 3; ++table)
-      if (std::popcount(chunk(table, difference, bits_)) <= radii[table]) return table;
+      if (std::popcount(chunk(table, difference, bits_of(bucket_at(table, simhash)))) <= radii[table])
+        return table;
     return 3;
   }
 
   unsigned bits_;
-  RecordPool* records_;
-  Pages directory_;
-  std::array<Pages, 2> heads_;  // tables B and C: the first node of every bucket
+  uint32_t frontier_ = 0;
+  std::array<Level, 2> levels_;  // of `bits_` bits, and of one more
+  RecordPool records_;
   WordPool words_;
   size_t size_ = 0;
+  size_t pages_discarded_ = 0;                        // of levels_[0]
+  std::vector<uint32_t> taken_words_, sorted_words_;  // of a split
+  std::vector<Record> taken_records_;
 };
+
+inline size_t NearTable::bytes() const {
+  size_t pages = levels_[0].directory.pages() - pages_discarded_;
+  for (const Pages& heads : levels_[0].heads) pages += heads.pages();
+  if (frontier_ != 0)  // of the rest nothing has been touched
+    pages += pages_for(2 * size_t{frontier_}, sizeof(Bucket)) +
+             2 * pages_for(2 * size_t{frontier_}, sizeof(WordNode));
+  return pages * Pages::kPageBytes + records_.bytes() + words_.bytes();
+}
 
 // -- records
 
@@ -219,17 +309,19 @@ inline std::optional<RecordPlace> NearTable::find(uint64_t simhash, uint64_t con
   return std::nullopt;
 }
 
-inline void NearTable::insert(const Record& record) {
-  Bucket& bucket = at(bucket_of(record.simhash));
+inline void NearTable::insert(const Record& record, const Spot& spot) {
+  append(*spot.bucket, record);
+  for (size_t i = 0; i < 2; ++i) add_word(*spot.heads[i], spot.words[i]);
+  ++size_;
+}
+
+inline void NearTable::append(Bucket& bucket, const Record& record) {
   if (bucket.size % 8 == 0) append_node(bucket, bucket.size / 8);
   const uint32_t slot = bucket.size++;
   RecordNode& node = node_of(bucket, slot);
   node.simhash[slot & 7] = record.simhash;
   node.content[slot & 7] = record.content;
   node.prefix[slot & 7] = record.prefix;
-  for (unsigned table = 1; table < 3; ++table)
-    add_word(heads(table)[chunk(table, record.simhash, bits_)], word_of(table, record.simhash));
-  ++size_;
 }
 
 inline void NearTable::erase(RecordPlace place) {
@@ -237,8 +329,10 @@ inline void NearTable::erase(RecordPlace place) {
   const uint32_t last = bucket.size - 1;
   RecordNode& node = node_of(bucket, place.slot);
   const uint64_t simhash = node.simhash[place.slot & 7];
-  for (unsigned table = 1; table < 3; ++table)
-    erase_word(heads(table)[chunk(table, simhash, bits_)], word_of(table, simhash));
+  for (unsigned table = 1; table < 3; ++table) {
+    const uint32_t of_word = bucket_at(table, simhash);
+    erase_word(head(table, of_word), word_of(table, simhash, bits_of(of_word)));
+  }
   const RecordNode& from = node_of(bucket, last);
   node.simhash[place.slot & 7] = from.simhash[last & 7];
   node.content[place.slot & 7] = from.content[last & 7];
@@ -248,115 +342,240 @@ inline void NearTable::erase(RecordPlace place) {
   --size_;
 }
 
-inline void NearTable::take_bucket(uint32_t number, std::vector<Record>& out) {
-  Bucket& bucket = at(number);
-  for (uint32_t slot = 0; slot < bucket.size; ++slot) out.push_back(record({number, slot}));
-  for (uint32_t index = (bucket.size + 7) / 8; index-- > 0;) drop_node(bucket, index);
-  size_ -= bucket.size;
-  bucket.size = 0;
-}
-
 inline void NearTable::append_node(Bucket& bucket, uint32_t index) {
-  const uint32_t fresh = records_->take();
+  const uint32_t fresh = records_.take();
   if (index < Bucket::kInline) {
     bucket.nodes[index] = fresh;
     return;
   }
-  uint32_t* link = &bucket.more;
-  for (index -= Bucket::kInline; index >= WordNode::kWords; index -= WordNode::kWords)
-    link = &words_.at(*link).next;
-  if (*link == 0) {
-    const uint32_t taken = words_.take();
-    *link = taken;
+  WordNode* before = nullptr;
+  uint32_t number = bucket.more;
+  for (index -= Bucket::kInline; index >= WordNode::kWords; index -= WordNode::kWords) {
+    before = &words_.at(number);
+    number = before->next_number;
   }
-  words_.at(*link).words[index] = fresh;
+  if (number == 0) {
+    number = words_.take();
+    if (before == nullptr)
+      bucket.more = number;
+    else
+      before->next_number = number;
+  }
+  words_.at(number).words[index] = fresh;
 }
 
 inline void NearTable::drop_node(Bucket& bucket, uint32_t index) {
-  records_->give(node_number(bucket, index, words_));
+  records_.give(node_number(bucket, index, words_));
   if (index < Bucket::kInline) return;
-  uint32_t* link = &bucket.more;
-  for (index -= Bucket::kInline; index >= WordNode::kWords; index -= WordNode::kWords)
-    link = &words_.at(*link).next;
+  WordNode* before = nullptr;
+  uint32_t number = bucket.more;
+  for (index -= Bucket::kInline; index >= WordNode::kWords; index -= WordNode::kWords) {
+    before = &words_.at(number);
+    number = before->next_number;
+  }
   if (index != 0) return;
-  words_.give(*link);
-  *link = 0;
+  words_.give(number);
+  if (before == nullptr)
+    bucket.more = 0;
+  else
+    before->next_number = 0;
 }
 
 // -- words: the first node of a bucket is the one that is not full
 
 inline void NearTable::add_word(WordNode& head, uint32_t word) {
-  uint32_t lane = 0;
-  while (lane < WordNode::kWords && head.words[lane] != 0) ++lane;
-  if (lane == WordNode::kWords) {
+  if (head.count == WordNode::kWords) {
     const uint32_t full = words_.take();
     words_.at(full) = head;
     head = WordNode{};
-    head.next = full;
-    lane = 0;
+    head.next_number = full;
   }
-  head.words[lane] = word;
+  head.words[head.count++] = word;
 }
 
 inline void NearTable::erase_word(WordNode& head, uint32_t word) {
-  uint32_t last = 0;
-  while (last + 1 < WordNode::kWords && head.words[last + 1] != 0) ++last;
-  for (WordNode* node = &head;; node = &words_.at(node->next)) {
-    uint32_t* const found = std::find(node->words, node->words + WordNode::kWords, word);
-    if (found == node->words + WordNode::kWords) {
-      assert(node->next != 0 && "every record has its word in both tables");
+  for (WordNode* node = &head;; node = &words_.at(node->next_number)) {
+    uint32_t* const end = node->words + node->count;
+    uint32_t* const found = std::find(node->words, end, word);
+    if (found == end) {
+      assert(node->next_number != 0 && "every record has its word in both tables");
       continue;
     }
-    *found = head.words[last];
-    head.words[last] = 0;
+    *found = head.words[--head.count];
     break;
   }
-  if (last == 0 && head.next != 0) {
-    const uint32_t emptied = head.next;
-    head = words_.at(emptied);
-    words_.give(emptied);
+  if (head.count != 0 || head.next_number == 0) return;
+  const uint32_t emptied = head.next_number;
+  head = words_.at(emptied);
+  words_.give(emptied);
+}
+
+// -- growth
+
+inline void NearTable::split(size_t buckets) {
+  constexpr size_t kSteps = 4;
+  const size_t first = frontier_;
+  const size_t end = std::min(first + buckets, size_t{1} << bits_);
+  for (size_t next = first; next < end + kSteps; ++next) {
+    for (unsigned step = 0; step < kSteps; ++step)
+      if (next >= first + step && next - step < end) prefetch_split(next - step, step);
+    if (next >= first + kSteps) split_one();
   }
 }
 
-// -- search
+inline void NearTable::prefetch_split(size_t bucket, unsigned step) const {
+  const Level& level = levels_[0];
+  if (step == 0) {
+    __builtin_prefetch(level.buckets() + bucket, 1);
+    for (unsigned table = 1; table < 3; ++table) __builtin_prefetch(level.words(table) + bucket, 1);
+    return;
+  }
+  for (unsigned table = 1; table < 3; ++table) {
+    uint32_t number = level.words(table)[bucket].next_number;
+    for (unsigned i = 1; i < step; ++i) number = words_.at(number).next_number;
+    __builtin_prefetch(&words_.at(number), 1);
+  }
+  if (step != 1) return;
+  const Bucket& records = level.buckets()[bucket];
+  for (uint32_t j = 0; j < Bucket::kInline && j * 8 < records.size; ++j) {
+    __builtin_prefetch(records_.at(records.nodes[j]).simhash);
+    __builtin_prefetch(records_.at(records.nodes[j]).content);
+    __builtin_prefetch(records_.at(records.nodes[j]).prefix);
+  }
+}
 
-template <class Hit>
-void NearTable::search(std::span<const uint64_t> queries, unsigned distance_max, const NearScans& scans,
-                       Hit hit) const {
-  assert(distance_max <= kNearDistanceMax && "beyond distance 8 the radii would have to be larger than 2");
-  if (size_ == 0 || queries.empty()) return;
-  const Radii radii = radii_of(distance_max);
-  const unsigned region_bits = queries.size() < kQueriesSorted ? 0 : kRegionBits;
-  std::vector<uint32_t> keys(queries.size()), words(queries.size());
-  std::vector<Candidate> candidates;
-  for (unsigned table = 0; table < 3 && radii[table] >= 0; ++table) {
-    for (size_t i = 0; i < keys.size(); ++i) {
-      keys[i] = chunk(table, queries[i], bits_);
-      if (table != 0) words[i] = word_of(table, queries[i]);
-    }
-    VisitPlan plan(bits_, region_bits, radii[table], distance_max, keys);
-    for (uint32_t region = 0; region < plan.regions(); ++region) {
-      if (region_bits == 0)
-        plan.list_unsorted(region);
-      else
-        plan.list_sorted(region);
-      Asked asked{plan.visits(), plan.asks(), queries.data(), distance_max};
-      if (table != 0) {
-        scans.words({asked, heads(table), words_, words.data()}, candidates);
-        asked = plan.list_candidates(candidates, 32 - bits_, asked);
+inline void NearTable::split_one() {
+  assert(bits_ < kBitsMax && "words have no bits for more");
+  if (frontier_ == 0) levels_[1].resize(bits_ + 1);
+  const bool same_layout = layout_of(bits_).own_from == layout_of(bits_ + 1).own_from;
+  for (unsigned table = 1; table < 3; ++table) {
+    if (same_layout)
+      split_words(table);
+    else
+      rewrite_words(table);
+  }
+  split_records();
+  ++frontier_;
+  constexpr uint32_t kPerPage = Pages::kPageBytes / sizeof(WordNode);
+  static_assert(Pages::kPageBytes / sizeof(Bucket) == 2 * kPerPage);
+  if (frontier_ % (2 * kPerPage) == 0) {
+    levels_[0].directory.discard(frontier_ / (2 * kPerPage) - 1, 1);
+    for (Pages& heads : levels_[0].heads) heads.discard(frontier_ / kPerPage - 2, 2);
+    pages_discarded_ += 5;
+  }
+  if (frontier_ == 1u << bits_) raise();
+}
+
+// Every bucket has been split: their halves are the buckets now.
+inline void NearTable::raise() {
+  levels_[0] = std::exchange(levels_[1], Level{});
+  pages_discarded_ = 0;
+  frontier_ = 0;
+  ++bits_;
+}
+
+inline void NearTable::split_records() {
+  Bucket& whole = levels_[0].buckets()[frontier_];
+  taken_records_.clear();
+  for (uint32_t slot = 0; slot < whole.size; ++slot) {
+    const RecordNode& node = node_of(whole, slot);
+    taken_records_.push_back({node.simhash[slot & 7], node.content[slot & 7], node.prefix[slot & 7]});
+  }
+  for (uint32_t index = (whole.size + 7) / 8; index-- > 0;) drop_node(whole, index);
+  whole = Bucket{};
+  for (const Record& record : taken_records_)
+    append(levels_[1].buckets()[chunk(0, record.simhash, bits_ + 1)], record);
+}
+
+// Takes all words out of a bucket, into taken_words_.
+inline void NearTable::take_words(WordNode& head) {
+  taken_words_.clear();
+  for (WordNode node = head;;) {
+    taken_words_.insert(taken_words_.end(), node.words, node.words + node.count);
+    if (node.next_number == 0) break;
+    const uint32_t number = node.next_number;
+    node = words_.at(number);
+    words_.give(number);
+  }
+  head = WordNode{};
+}
+
+inline void NearTable::split_words(unsigned table) {
+  take_words(levels_[0].words(table)[frontier_]);
+  const WordLayout& layout = layout_of(bits_);
+  const unsigned shift = layout.third() + (layout.chunk_a - 1 - bits_);  // of the bit behind the bucket's own
+  WordNode* const halves = levels_[1].words(table) + 2 * size_t{frontier_};
+  sorted_words_.resize(taken_words_.size());
+  size_t zeros = 0, ones = taken_words_.size();  // from the front, and from the back
+  for (const uint32_t word : taken_words_) {
+    const bool one = (word >> shift & 1) != 0;
+    sorted_words_[one ? ones - 1 : zeros] = word;
+    ones -= one ? 1 : 0;
+    zeros += one ? 0 : 1;
+  }
+  fill(halves[0], std::span(sorted_words_).first(zeros));
+  fill(halves[1], std::span(sorted_words_).subspan(zeros));
+}
+
+// Puts words into an empty bucket.
+inline void NearTable::fill(WordNode& head, std::span<const uint32_t> words) {
+  while (words.size() > WordNode::kWords) {
+    const uint32_t full = words_.take();
+    WordNode& node = words_.at(full);
+    std::copy_n(words.begin(), WordNode::kWords, node.words);
+    node.count = WordNode::kWords;
+    node.next_number = head.next_number;
+    head.next_number = full;
+    words = words.subspan(WordNode::kWords);
+  }
+  std::copy(words.begin(), words.end(), head.words);
+  head.count = static_cast<uint32_t>(words.size());
+}
+
+// The same where words are to have other bits than they have: the records say them. Equal words are looked up
+// once, and lead to all the records that have them.
+inline void NearTable::rewrite_words(unsigned table) {
+  take_words(levels_[0].words(table)[frontier_]);
+  std::sort(taken_words_.begin(), taken_words_.end());
+  const size_t words = taken_words_.size();
+  taken_words_.erase(std::unique(taken_words_.begin(), taken_words_.end()), taken_words_.end());
+  WordNode* const halves = levels_[1].words(table) + 2 * size_t{frontier_};
+  const WordLayout& layout = layout_of(bits_);
+  const uint32_t own_mask = (1u << layout.own()) - 1, third_mask = (1u << layout.third()) - 1;
+  const auto bits_at = [](unsigned of_chunk, unsigned bits,
+                          uint64_t value) {  // as the leading ones of a chunk
+    return value << (64 - 21 * of_chunk - bits);
+  };
+  // A record has the word when its SimHash has these bits.
+  const uint64_t own = bits_at(table, bits_, frontier_);
+  const uint64_t mask = bits_at(0, layout.chunk_a, (1u << layout.chunk_a) - 1) |
+                        bits_at(table, layout.chunk_a, (1u << layout.chunk_a) - 1) |
+                        bits_at(3 - table, layout.third(), third_mask);
+  constexpr size_t kAhead = 6;
+  size_t rewritten = 0;
+  for (size_t i = 0; i < taken_words_.size() + 2 * kAhead; ++i) {
+    if (i < taken_words_.size()) __builtin_prefetch(&at(bucket_of_word(taken_words_[i])));
+    if (i >= kAhead && i - kAhead < taken_words_.size())
+      prefetch_simhashes(at(bucket_of_word(taken_words_[i - kAhead])));
+    if (i < 2 * kAhead) continue;
+    const uint32_t word = taken_words_[i - 2 * kAhead];
+    const Bucket& bucket = at(bucket_of_word(word));
+    const uint64_t pattern = own | bits_at(0, layout.chunk_a, word >> (32 - layout.chunk_a)) |
+                             bits_at(table, layout.chunk_a, word >> layout.third() & own_mask) |
+                             bits_at(3 - table, layout.third(), word & third_mask);
+    for (uint32_t first = 0; first < bucket.size; first += 8) {
+      const RecordNode& node = node_of(bucket, first);
+      uint32_t lanes = lanes_alike(node.simhash, mask, pattern);
+      if (bucket.size - first < 8) lanes &= (1u << (bucket.size - first)) - 1;
+      for (; lanes != 0; lanes &= lanes - 1, ++rewritten) {
+        const uint64_t simhash = node.simhash[std::countr_zero(lanes)];
+        add_word(halves[chunk(table, simhash, bits_ + 1) & 1], word_of(table, simhash, bits_ + 1));
       }
-      scans.records({asked, buckets_of_a(), *records_, words_}, candidates);
-      for (const Candidate& candidate : candidates) {
-        const Record found = record({candidate.bucket, candidate.word_or_slot});
-        const uint64_t difference = found.simhash ^ queries[candidate.query];
-        // Once: where the first table that leads to the record has it.
-        if (table != 0 && chunk(table, found.simhash, region_bits) != region) continue;
-        if (first_table(difference, radii) != table) continue;
-        hit(candidate.query, static_cast<unsigned>(std::popcount(difference)), found);
-      }
-      candidates.clear();
     }
   }
+  assert(rewritten == words && "every record has its word in both tables");
+  (void)words;
+  (void)rewritten;
 }
 
 }  // namespace kvindexer

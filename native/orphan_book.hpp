@@ -29,6 +29,7 @@ struct Orphan {
   std::vector<bool> living;
   std::vector<uint8_t> tokens;
   ExtraKeys extra;
+  uint32_t owner;
 };
 
 class OrphanBook {

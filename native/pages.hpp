@@ -33,6 +33,12 @@ class Pages {
   size_t pages() const { return pages_; }
   size_t bytes() const { return pages_ * kPageBytes; }
 
+  // The content of these pages is not wanted any more: they may read as zero, and take no memory until they
+  // are written again.
+  void discard(size_t first, size_t pages) {
+    madvise(static_cast<char*>(base_) + first * kPageBytes, pages * kPageBytes, MADV_DONTNEED);
+  }
+
   // Keeps the leading content; new pages are zero. Throws std::bad_alloc, and then nothing has changed.
   void resize(size_t pages) {
     if (pages == pages_) return;

@@ -63,10 +63,17 @@ struct Limits {
   size_t prefixes_per_context_max = 10'000'000;
   size_t orphan_blocks_max = 65'536;
   size_t speculative_blocks_max = 262'144;
+  size_t claims_max = 4'000'000;
 };
 
 struct Stored {
   uint64_t stored = 0, orphans = 0, unknown = 0;
+};
+struct Holding {    // a source that holds a prefix, with one of the owners that it holds it for (0: none is
+                    // named)
+  uint32_t prefix;  // its place in the question
+  uint32_t source;
+  uint32_t owner;
 };
 struct Removed {
   uint64_t removed = 0, unknown = 0;
@@ -101,7 +108,7 @@ struct Statistics {
   uint64_t contexts = 0, prefixes = 0, holder_sets = 0, engine_keys = 0, copies = 0, orphan_blocks = 0;
   uint64_t speculative_blocks = 0, bytes = 0, expired = 0, evicted = 0, contexts_evicted = 0,
            orphans_dropped = 0;
-  uint64_t orphans_expired = 0, speculative_refused = 0;
+  uint64_t orphans_expired = 0, speculative_refused = 0, claims = 0, claims_refused = 0;
 };
 
 class PrefixIndex {
@@ -113,7 +120,8 @@ class PrefixIndex {
         walk_(sets_, limits.ttl),
         names_(NameOf{&pool_}),
         orphans_(limits.orphan_blocks_max),
-        contents_(contents) {}
+        contents_(contents),
+        owners_(limits.claims_max) {}
   PrefixIndex(const PrefixIndex&) = delete;
   PrefixIndex& operator=(const PrefixIndex&) = delete;
 
@@ -129,21 +137,30 @@ class PrefixIndex {
   bool has_source(uint32_t source) const { return sources_.contains(source); }
   void drop_source(uint32_t source);
 
-  // -- events
+  // Owners can be named where there is a fuzzy index for the context; elsewhere nobody could ask for them.
+  uint32_t add_owner() { return owners_.add(); }
+  void clear_owner(uint32_t owner) {
+    owners_.clear(owner);
+    remains_ = true;
+  }
+  std::vector<std::pair<uint32_t, uint64_t>> owner_claims() const { return owners_.owners(); }
+
+  // -- events (owner 0: none)
 
   Stored store(const Place& place, uint32_t context, std::span<const uint64_t> engine_hashes,
                std::optional<uint64_t> parent, const uint8_t* tokens, ExtraKeys extra, Tick now,
-               bool count_copies);
-  Stored place(const Place& place, std::span<const uint64_t> engine_hashes, Tick now, bool count_copies);
+               bool count_copies, uint32_t owner);
+  Stored place(const Place& place, std::span<const uint64_t> engine_hashes, Tick now, bool count_copies,
+               uint32_t owner);
   // Prefixes whose hashes are known, each with its number of copies.
   Stored store_prefixes(const Place& place, uint32_t context, std::span<const uint64_t> engine_hashes,
                         std::span<const uint64_t> prefixes, std::span<const uint64_t> copies, Tick now,
-                        bool count_copies);
+                        bool count_copies, uint32_t owner);
   // A `store` whose hashes were computed elsewhere; `chain_from` is the prefix before the first block, none
   // for a root event. `contents` are those of the leading blocks without extra keys.
   Stored store_hashed(const Place& place, uint32_t context, std::span<const uint64_t> engine_hashes,
                       std::optional<uint64_t> chain_from, std::span<const uint64_t> prefixes,
-                      std::vector<Content> contents, Tick now, bool count_copies);
+                      std::vector<Content> contents, Tick now, bool count_copies, uint32_t owner);
   // The prefix on which `store` would chain a child of `parent`.
   std::optional<uint64_t> chain_of(const Place& place, uint32_t context, uint64_t parent, Tick now) {
     const std::optional<Named> named =
@@ -170,6 +187,8 @@ class PrefixIndex {
   }
 
   std::vector<Place> holders(uint32_t context, uint64_t prefix, Tick now);
+  // Every (source, owner) of each of the prefixes, in their order; a source of several slots may come again.
+  std::vector<Holding> holdings(uint32_t context, std::span<const uint64_t> prefixes, Tick now);
   // The prefix that the place holds in this context under that name; none when it holds none.
   std::optional<uint64_t> prefix_of(uint32_t context, const Place& place, uint64_t engine_hash, Tick now);
   // About `names_max` of what all slots hold, from `cursor` on (0 at first) in an order of the table's own;
@@ -254,6 +273,7 @@ class PrefixIndex {
     bool in_order = true;                   // the last block lay behind the one before it
     bool restating = false;  // a root event: leading blocks that the slot names are told again, not copied
     std::optional<uint32_t> slot = {};  // made with the first block that is stored
+    uint32_t owner = 0;
     size_t next = 0;
     Orphan orphan = {};  // what waited until now, and owns what the spans refer to
     std::vector<uint64_t> own_prefixes = {};
@@ -278,7 +298,7 @@ class PrefixIndex {
     Context* context = nullptr;
     std::optional<uint32_t> slot = {};  // of the place in `context`
   };
-  enum class Stage { kGraveyard, kRecords, kMarks, kOtherNames, kCopies, kAliases };
+  enum class Stage { kGraveyard, kRecords, kMarks, kClaims, kOtherNames, kCopies, kAliases };
 
   // prefix_index_events.cpp
   void drop_context(uint32_t id);
@@ -300,7 +320,9 @@ class PrefixIndex {
   void release_waiters(Context& context, uint32_t source, uint64_t engine_hash, uint64_t prefix, bool plain,
                        std::vector<Frame>& frames);
   static size_t plain_blocks(bool parent, const ExtraKeys& extra, size_t blocks);
-  void die(const Context& context, const BlockRecord& record) {
+  // Nobody holds the record any more.
+  void die(Context& context, const BlockRecord& record) {
+    owners_.drop(context.claims, record.prefix);
     if (record.is_plain) contents_.died(context.id, record.prefix);
   }
   void confirm(Context& context, uint64_t prefix, uint32_t local);
@@ -389,6 +411,7 @@ class PrefixIndex {
   SurplusTable copies_, aliases_;
   OrphanBook orphans_;
   ContentFeed contents_;
+  OwnerBook owners_;
   size_t marks_ = 0;              // in all contexts, dead ones too until they are swept
   std::vector<Target> targets_;   // of one removal
   std::vector<uint64_t> hashed_;  // prefixes of the event that is being stored

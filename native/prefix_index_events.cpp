@@ -85,7 +85,7 @@ void PrefixIndex::clear(uint32_t source, std::optional<uint32_t> tier, std::opti
 
 Stored PrefixIndex::store(const Place& place, uint32_t id, std::span<const uint64_t> engine_hashes,
                           std::optional<uint64_t> parent, const uint8_t* tokens, ExtraKeys extra, Tick now,
-                          bool count_copies) {
+                          bool count_copies, uint32_t owner) {
   orphans_.expire(now, limits_.ttl);
   Context& context = use(id);
   const size_t blocks = engine_hashes.size();
@@ -103,7 +103,8 @@ Stored PrefixIndex::store(const Place& place, uint32_t id, std::span<const uint6
                                                    {engine_hashes.begin(), engine_hashes.end()},
                                                    {},
                                                    {tokens, tokens + blocks * context.block_bytes},
-                                                   std::move(extra)});
+                                                   std::move(extra),
+                                                   owner});
       return {0, waiting, 0};
     }
     chain_from = named->prefix;
@@ -116,11 +117,12 @@ Stored PrefixIndex::store(const Place& place, uint32_t id, std::span<const uint6
   frame.plain = plain_blocks(plain, extra, blocks);
   frame.before = before;
   frame.restating = !parent && blocks > 1;
+  frame.owner = owner;
   return {store_frame(context, std::move(frame), now, count_copies), 0, 0};
 }
 
 Stored PrefixIndex::place(const Place& place, std::span<const uint64_t> engine_hashes, Tick now,
-                          bool count_copies) {
+                          bool count_copies, uint32_t owner) {
   orphans_.expire(now, limits_.ttl);
   Stored result;
   for (const uint64_t engine_hash : engine_hashes) {
@@ -130,6 +132,7 @@ Stored PrefixIndex::place(const Place& place, std::span<const uint64_t> engine_h
       continue;
     }
     Frame frame{.place = place, .engine_hashes = {&engine_hash, 1}, .prefixes = {&named->prefix, 1}};
+    frame.owner = owner;
     result.stored += store_frame(use(named->context->id), std::move(frame), now, count_copies);
   }
   return result;
@@ -137,15 +140,16 @@ Stored PrefixIndex::place(const Place& place, std::span<const uint64_t> engine_h
 
 Stored PrefixIndex::store_prefixes(const Place& place, uint32_t id, std::span<const uint64_t> engine_hashes,
                                    std::span<const uint64_t> prefixes, std::span<const uint64_t> copies,
-                                   Tick now, bool count_copies) {
+                                   Tick now, bool count_copies, uint32_t owner) {
   orphans_.expire(now, limits_.ttl);
   Frame frame{.place = place, .engine_hashes = engine_hashes, .prefixes = prefixes, .copies = copies};
+  frame.owner = owner;
   return {store_frame(use(id), std::move(frame), now, count_copies), 0, 0};
 }
 
 Stored PrefixIndex::store_hashed(const Place& place, uint32_t id, std::span<const uint64_t> engine_hashes,
                                  std::optional<uint64_t> chain_from, std::span<const uint64_t> prefixes,
-                                 std::vector<Content> contents, Tick now, bool count_copies) {
+                                 std::vector<Content> contents, Tick now, bool count_copies, uint32_t owner) {
   orphans_.expire(now, limits_.ttl);
   Context& context = use(id);
   Frame frame{.place = place, .engine_hashes = engine_hashes, .prefixes = prefixes};
@@ -154,6 +158,7 @@ Stored PrefixIndex::store_hashed(const Place& place, uint32_t id, std::span<cons
   frame.contents = std::move(contents);
   frame.before = parent;
   frame.restating = !chain_from && engine_hashes.size() > 1;
+  frame.owner = owner;
   return {store_frame(context, std::move(frame), now, count_copies), 0, 0};
 }
 
@@ -242,6 +247,7 @@ void PrefixIndex::release_waiters(Context& context, uint32_t source, uint64_t en
     frame.tokens = frame.orphan.tokens.data();
     frame.plain = plain_blocks(parent, frame.orphan.extra, frame.engine_hashes.size());
     frame.before = before;
+    frame.owner = frame.orphan.owner;
     frames.push_back(std::move(frame));
   }
 }
@@ -269,6 +275,7 @@ void PrefixIndex::store_block(Context& context, Frame& frame, Tick now, bool cou
     else
       contents_.born(context.id, prefix, frame.contents[block]);
   }
+  if (told && frame.owner != 0) owners_.claim(context.claims, prefix, *frame.slot, frame.owner);
   if (marks_ != 0) confirm(context, prefix, context.slots[*frame.slot].local);
 }
 
@@ -460,6 +467,7 @@ void PrefixIndex::disown(Context& context, uint32_t slot, const Naming& name, Ti
   SetId holders = pool_[id].holders;
   replace(holders, sets_.without(holders, slot));
   pool_[id].holders = holders;
+  owners_.drop(context.claims, prefix, [slot](uint32_t claimant) { return claimant == slot; });
   if (holders == kEmptySet) discard(context, id);
 }
 
@@ -616,6 +624,29 @@ std::vector<Place> PrefixIndex::holders(uint32_t id, uint64_t prefix, Tick now) 
   return found;
 }
 
+std::vector<Holding> PrefixIndex::holdings(uint32_t id, std::span<const uint64_t> prefixes, Tick now) {
+  std::vector<Holding> found;
+  Context* const context = find_context(id);
+  if (context == nullptr) return found;
+  for (uint32_t i = 0; i < prefixes.size(); ++i) {
+    if (i + kAhead < prefixes.size()) context->prefixes.prefetch(prefixes[i + kAhead]);
+    const BlockId record = context->find_live(prefixes[i], now, limits_.ttl);
+    if (record == kNoBlock) continue;
+    sets_.for_each(pool_[record].holders, [&](uint32_t number) {
+      const Slot& slot = context->slots[number];
+      if (!slot.live) return;
+      const uint32_t source = context->sources[slot.local].source;
+      const size_t before = found.size();
+      if (context->claims.size() != 0)
+        for (const Claim* at = context->claims.find(prefixes[i]); at != nullptr;
+             at = ClaimTable::next_equal(at))
+          if (at->slot == number && owners_.is_live(*at)) found.push_back({i, source, at->owner});
+      if (found.size() == before) found.push_back({i, source, 0});
+    });
+  }
+  return found;
+}
+
 std::optional<uint64_t> PrefixIndex::prefix_of(uint32_t context_id, const Place& place, uint64_t engine_hash,
                                                Tick now) {
   const Context* const context = find_context(context_id);
@@ -678,9 +709,11 @@ Statistics PrefixIndex::statistics() const {
   for (const auto& [id, context] : contexts_) {
     now.prefixes += context->prefixes.size();
     now.bytes += sizeof(Context) + context->prefixes.bytes() + context->marks.bytes() +
-                 context->slots.capacity() * sizeof(Slot) + context->sources.capacity() * sizeof(LocalSource);
+                 context->claims.bytes() + context->slots.capacity() * sizeof(Slot) +
+                 context->sources.capacity() * sizeof(LocalSource);
   }
-  for (const auto& context : graveyard_) now.bytes += context->prefixes.bytes() + context->marks.bytes();
+  for (const auto& context : graveyard_)
+    now.bytes += context->prefixes.bytes() + context->marks.bytes() + context->claims.bytes();
   now.holder_sets = sets_.size();
   now.engine_keys = names_.size() + other_names_.size();
   now.copies = copies_.table().size();
@@ -688,6 +721,8 @@ Statistics PrefixIndex::statistics() const {
   now.orphans_dropped = orphans_.dropped();
   now.orphans_expired = orphans_.expired();
   now.speculative_blocks = marks_;
+  now.claims = owners_.claims();
+  now.claims_refused = owners_.refused();
   return now;
 }
 

@@ -87,7 +87,7 @@ void PrefixIndex::choose_victims(Context& context) {
   context.evict_left = std::max<size_t>(1, context.prefixes.size() / 16);
 }
 
-// -- sweeping: a pass goes through graveyard, records, marks, other names, copies, aliases
+// -- sweeping: a pass goes through graveyard, records, marks, claims, other names, copies, aliases
 
 Swept PrefixIndex::sweep(Tick now, size_t visits_max) {
   Swept swept;
@@ -134,11 +134,20 @@ void PrefixIndex::sweep_stage(Tick now, size_t visits_max, Swept& swept) {
       if (sweep_cursor_ >= pool_.end()) enter_stage(Stage::kMarks);
       break;
     case Stage::kMarks:
-      sweep_contexts(swept, Stage::kOtherNames, [&](Context& context, bool& done) {
+      sweep_contexts(swept, Stage::kClaims, [&](Context& context, bool& done) {
         return context.marks.sweep(sweep_cursor_, done, left, [&](const Mark& mark) {
           const bool keep = context.is_live(mark, now);
           marks_ -= keep ? 0 : 1;
           return keep;
+        });
+      });
+      break;
+    case Stage::kClaims:
+      sweep_contexts(swept, Stage::kOtherNames, [&](Context& context, bool& done) {
+        return context.claims.sweep(sweep_cursor_, done, left, [&](const Claim& claim) {
+          if (owners_.is_live(claim)) return true;
+          owners_.discount(claim);
+          return false;
         });
       });
       break;
@@ -211,6 +220,7 @@ void PrefixIndex::clean_record(BlockId id, Tick now, Swept& swept) {
     SetId holders = record.holders;
     replace(holders, sets_.minus(holders, context->dead));
     record.holders = holders;
+    owners_.drop(context->claims, record.prefix, [&](uint32_t slot) { return !context->slots[slot].live; });
   }
   if (record.holders == kEmptySet) return discard(*context, id);
   if (record.owners == kEmptySet || record.owners == record.holders) return;
@@ -254,7 +264,8 @@ bool PrefixIndex::sweep_graveyard() {
     sets_.release(pool_[id].holders);
     pool_.free(id);
   };
-  if (context.prefixes.dismantle(1, drop) && context.marks.dismantle(1, [](const Mark&) {}))
+  if (context.prefixes.dismantle(1, drop) && context.marks.dismantle(1, [](const Mark&) {}) &&
+      context.claims.dismantle(1, [&](const Claim& claim) { owners_.discount(claim); }))
     graveyard_.pop_back();
   return graveyard_.empty();
 }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -20,9 +21,11 @@ namespace kvindexer {
 // Lists the buckets within a radius of each query's own with the queries that ask there, a region at a time.
 class VisitPlan {
  public:
-  VisitPlan(unsigned bits, unsigned region_bits, int radius, unsigned distance_max,
+  // The last `shown_bits` bits of a bucket's number are in its words too: flipped, they count there.
+  VisitPlan(unsigned bits, unsigned region_bits, int radius, unsigned distance_max, unsigned shown_bits,
             std::span<const uint32_t> keys)
       : distance_max_(distance_max),
+        shown_((1u << shown_bits) - 1),
         low_bits_(bits - region_bits),
         radius_(radius),
         keys_(keys),
@@ -30,6 +33,9 @@ class VisitPlan {
         order_(keys.size()),
         high_(flips_of(region_bits)),
         low_(flips_of(low_bits_)) {
+    for (size_t flipped = 0; flipped < low_.size(); ++flipped)
+      for (const uint32_t flip : low_[flipped])
+        low_shown_[flipped].push_back(static_cast<uint32_t>(std::popcount(flip & shown_)));
     for (const uint32_t key : keys) ++begin_[(key >> low_bits_) + 1];
     for (size_t i = 1; i < begin_.size(); ++i) begin_[i] += begin_[i - 1];
     std::vector<uint32_t> next(begin_.begin(), begin_.end() - 1);
@@ -68,21 +74,16 @@ class VisitPlan {
     end_visits(asks_.size());
   }
 
-  // The buckets that the words among the candidates name, once for each query; takes the candidates.
-  Asked list_candidates(std::vector<Candidate>& candidates, unsigned shift, Asked asked) {
-    named_.clear();
-    for (const Candidate& candidate : candidates)
-      named_.push_back(uint64_t{candidate.word_or_slot >> shift} << 32 | candidate.query);
-    candidates.clear();
-    std::sort(named_.begin(), named_.end());
-    named_.erase(std::unique(named_.begin(), named_.end()), named_.end());
+  // Buckets and queries, ascending: `named` is bucket << 32 | query, of which the last `bits` bits of the
+  // bucket count.
+  Asked list_named(std::span<const uint64_t> named, unsigned bits, Asked asked) {
     visits_.clear();
     asks_.clear();
-    for (const uint64_t named : named_) {
-      const uint32_t bucket = static_cast<uint32_t>(named >> 32);
+    for (const uint64_t name : named) {
+      const uint32_t bucket = static_cast<uint32_t>(name >> 32) & ((1u << bits) - 1);
       if (visits_.empty() || visits_.back().bucket != bucket)
         visits_.push_back({bucket, static_cast<uint32_t>(asks_.size())});
-      asks_.push_back({static_cast<uint32_t>(named), distance_max_});
+      asks_.push_back({static_cast<uint32_t>(name), distance_max_});
     }
     end_visits(asks_.size());
     asked.visits = visits_;
@@ -148,13 +149,16 @@ class VisitPlan {
           const uint32_t query = order_[i];
           const uint32_t own = keys_[query] & low_mask;
           for (int more = 0; flipped + more <= radius_; ++more) {
-            const Ask ask{query, distance_max_ - static_cast<uint32_t>(flipped + more)};
-            for (const uint32_t low_flip : low_[static_cast<size_t>(more)]) visitor(own ^ low_flip, ask);
+            const uint32_t left = distance_max_ - static_cast<uint32_t>(flipped + more);
+            const std::vector<uint32_t>& flips = low_[static_cast<size_t>(more)];
+            const std::vector<uint32_t>& shown = low_shown_[static_cast<size_t>(more)];
+            for (size_t j = 0; j < flips.size(); ++j) visitor(own ^ flips[j], Ask{query, left + shown[j]});
           }
         }
   }
 
   unsigned distance_max_;
+  uint32_t shown_;
   unsigned low_bits_;
   int radius_;
   std::span<const uint32_t> keys_;
@@ -162,11 +166,11 @@ class VisitPlan {
       begin_;  // by region: the queries order_[begin_[i]] up to order_[begin_[i + 1]] fall in it
   std::vector<uint32_t> order_;
   Flips high_, low_;
+  Flips low_shown_;  // of each low flip, how many of its bits words show
   std::array<std::vector<uint32_t>, 3> counts_;
   std::vector<uint32_t> ends_;
   std::vector<Visit> visits_;
   std::vector<Ask> asks_;
-  std::vector<uint64_t> named_;
 };
 
 }  // namespace kvindexer

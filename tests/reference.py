@@ -21,6 +21,7 @@ from app.errors import InvalidInput
 from app.index.prefix_index import (
     ContextInfo,
     Depths,
+    Holding,
     IndexLimits,
     IndexStats,
     NameRun,
@@ -72,11 +73,17 @@ class _Run:
     blocks: list[_Block]
     parent: int = 0
     came: int = 0
+    owner: int = 0
 
 
 class ReferenceIndex:
-    def __init__(self, limits: IndexLimits) -> None:
+    def __init__(self, limits: IndexLimits, *, has_owners: bool = False) -> None:
+        """`has_owners`: as an index that was made with a FuzzyIndex."""
         self._limits = limits
+        self._has_owners = has_owners
+        self._owner_ids = itertools.count(1)
+        self._claims: dict[tuple[Slot, int], set[int]] = {}  # (slot, prefix) -> owners
+        self._owners: set[int] = set()
         self._now = 0
         self._source_ids = itertools.count()
         self._context_ids = itertools.count()
@@ -113,6 +120,19 @@ class ReferenceIndex:
         by_age = sorted(self._contexts.values(), key=lambda context: context.id)
         return [ContextInfo(c.id, c.model, c.lora, c.block_size, len(c.last_seen)) for c in by_age]
 
+    def add_owner(self) -> int:
+        owner = next(self._owner_ids)
+        self._owners.add(owner)
+        return owner
+
+    def clear_owner(self, owner: int) -> None:
+        self._owners.discard(owner)
+        for owners in self._claims.values():
+            owners.discard(owner)
+
+    def owner_claims(self) -> dict[int, int]:
+        return {owner: sum(owner in owners for owners in self._claims.values()) for owner in self._owners}
+
     def add_source(self) -> int:
         source = next(self._source_ids)
         self._sources.add(source)
@@ -137,6 +157,7 @@ class ReferenceIndex:
         extra_keys: tuple[bytes, ...] | None,
         now: int,
         count_copies: bool = True,
+        owner: int = 0,
     ) -> StoreResult:
         self._advance(now)
         names = _uint64s(engine_hashes, "engine_hashes")
@@ -160,12 +181,20 @@ class ReferenceIndex:
         else:
             name = self._find_parent(slot, parent)
             if name is None:
-                return StoreResult(0, self._wait(_Run(slot, blocks, parent, now)), 0)
+                return StoreResult(0, self._wait(_Run(slot, blocks, parent, now, owner)), 0)
             before = name.prefix
-        return StoreResult(self._chain(_Run(slot, blocks), before, count_copies), 0, 0)
+        return StoreResult(self._chain(_Run(slot, blocks, owner=owner), before, count_copies), 0, 0)
 
     def place(
-        self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int, count_copies: bool = True
+        self,
+        source: int,
+        *,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        now: int,
+        count_copies: bool = True,
+        owner: int = 0,
     ) -> StoreResult:
         self._advance(now)
         stored = unknown = 0
@@ -178,7 +207,7 @@ class ReferenceIndex:
                 context = known[0][3]
                 prefix = self._names[known[0]][engine_hash].prefix
                 self._use(context)
-                self._hold(self._slot(source, tier, group, context), engine_hash, prefix, count_copies)
+                self._hold(self._slot(source, tier, group, context), engine_hash, prefix, count_copies, owner)
                 stored += 1
             else:
                 unknown += 1
@@ -196,6 +225,7 @@ class ReferenceIndex:
         copies: bytes | None,
         now: int,
         count_copies: bool = True,
+        owner: int = 0,
     ) -> StoreResult:
         self._advance(now)
         names, prefixes = _uint64s(engine_hashes, "block_hashes"), _uint64s(prefix_hashes, "prefix_hashes")
@@ -205,7 +235,7 @@ class ReferenceIndex:
         slot = self._slot(source, tier, group, self._use(context))
         stored = 0
         for engine_hash, prefix, count in zip(names, prefixes, counts, strict=True):
-            self._hold(slot, engine_hash, prefix, count_copies=False)
+            self._hold(slot, engine_hash, prefix, count_copies=False, owner=owner)
             self._names[slot][engine_hash].copies = count
             waiting = self._take_waiting(slot, engine_hash)
             stored += 1 + sum(self._chain(orphan, prefix, count_copies) for orphan in waiting)
@@ -224,6 +254,7 @@ class ReferenceIndex:
         contents: bytes,
         now: int,
         count_copies: bool = True,
+        owner: int = 0,
     ) -> StoreResult:
         self._advance(now)
         names, prefixes = _uint64s(engine_hashes, "block_hashes"), _uint64s(prefix_hashes, "prefix_hashes")
@@ -237,7 +268,7 @@ class ReferenceIndex:
         for i, (engine_hash, prefix) in enumerate(zip(names, prefixes, strict=True)):
             name = self._names.get(slot, {}).get(engine_hash)
             restating = restating and name is not None and name.prefix == prefix
-            self._hold(slot, engine_hash, prefix, count_copies and not restating)
+            self._hold(slot, engine_hash, prefix, count_copies and not restating, owner)
             if i < plain_blocks:
                 known.plain.add(prefix)
                 known.ever_plain.add(prefix)
@@ -285,6 +316,7 @@ class ReferenceIndex:
             return slot[0] == source and tier in (None, slot[1]) and context in (None, slot[3])
 
         self._names = {slot: names for slot, names in self._names.items() if not fits(slot)}
+        self._claims = {claim: owners for claim, owners in self._claims.items() if not fits(claim[0])}
         self._forget_unheld()
         self._orphans = [orphan for orphan in self._orphans if not fits(orphan.slot)]
         if tier in (None, 0):
@@ -369,6 +401,15 @@ class ReferenceIndex:
     def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]:
         self._advance(now)
         return sorted(slot[:3] for slot in self._slots_of(context, prefix_hash))
+
+    def holdings(self, context: int, prefix_hashes: bytes, now: int) -> list[Holding]:
+        self._advance(now)
+        return [
+            Holding(place, slot[0], owner)
+            for place, prefix in enumerate(_uint64s(prefix_hashes, "prefix_hashes"))
+            for slot in self._slots_of(context, prefix)
+            for owner in sorted(self._claims.get((slot, prefix), ())) or [0]
+        ]
 
     def prefix_of(
         self, context: int, source: int, *, tier: int, group: int, engine_hash: int, now: int
@@ -456,6 +497,8 @@ class ReferenceIndex:
             orphans_dropped=self._counts["orphans_dropped"],
             orphans_expired=self._counts["orphans_expired"],
             speculative_refused=self._counts["speculative_refused"],
+            claims=sum(map(len, self._claims.values())),
+            claims_refused=0,
         )
 
     # -- the rules
@@ -500,7 +543,7 @@ class ReferenceIndex:
             if block.living:
                 name = self._names.get(run.slot, {}).get(block.engine_hash)
                 restating = restating and name is not None and name.prefix == prefix
-                self._hold(run.slot, block.engine_hash, prefix, count_copies and not restating)
+                self._hold(run.slot, block.engine_hash, prefix, count_copies and not restating, run.owner)
                 stored += 1
                 if plain:
                     context.plain.add(prefix)
@@ -519,7 +562,7 @@ class ReferenceIndex:
         self._orphans = [orphan for orphan in self._orphans if orphan not in waiting]
         return waiting
 
-    def _hold(self, slot: Slot, engine_hash: int, prefix: int, count_copies: bool) -> None:
+    def _hold(self, slot: Slot, engine_hash: int, prefix: int, count_copies: bool, owner: int) -> None:
         source, _, _, context = slot
         name = self._names.setdefault(slot, {}).get(engine_hash)
         if name is not None and name.prefix != prefix:
@@ -532,9 +575,13 @@ class ReferenceIndex:
             name.copies += 1
         self._contexts[context].last_seen[prefix] = self._now
         self._marks.pop((source, context, prefix), None)
+        if self._has_owners and owner in self._owners:
+            self._claims.setdefault((slot, prefix), set()).add(owner)
 
     def _unname(self, slot: Slot, engine_hash: int) -> None:
         prefix = self._names[slot].pop(engine_hash).prefix
+        if slot not in self._slots_of(slot[3], prefix):
+            self._claims.pop((slot, prefix), None)
         if not self._slots_of(slot[3], prefix):
             del self._contexts[slot[3]].last_seen[prefix]
             self._contexts[slot[3]].plain.discard(prefix)
@@ -584,6 +631,11 @@ class ReferenceIndex:
         for prefix in prefixes:
             del context.last_seen[prefix]
         context.plain -= prefixes
+        self._claims = {
+            (slot, prefix): owners
+            for (slot, prefix), owners in self._claims.items()
+            if slot[3] != context.id or prefix not in prefixes
+        }
         for slot, names in self._names.items():
             if slot[3] == context.id and prefixes:
                 for engine_hash in [e for e, name in names.items() if name.prefix in prefixes]:
@@ -608,6 +660,7 @@ class ReferenceIndex:
         del self._contexts[context]
         self._counts["contexts_evicted"] += 1
         self._names = {slot: names for slot, names in self._names.items() if slot[3] != context}
+        self._claims = {claim: owners for claim, owners in self._claims.items() if claim[0][3] != context}
         self._orphans = [orphan for orphan in self._orphans if orphan.slot[3] != context]
         self._marks = {mark: deadline for mark, deadline in self._marks.items() if mark[1] != context}
 

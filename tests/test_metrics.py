@@ -59,6 +59,7 @@ def test_every_figure_of_the_index_has_a_metric() -> None:
         "orphans_dropped": 'kvindexer_index_orphans_dropped_total{cause="orphan_blocks_max"}',
         "orphans_expired": 'kvindexer_index_orphans_dropped_total{cause="ttl_s"}',
         "speculative_refused": "kvindexer_index_speculative_refused_total",
+        "claims_refused": "kvindexer_index_claims_refused_total",
     }
     for key in numbers:
         assert elsewhere.get(key, f"kvindexer_index_{key} ") in text, key

@@ -59,6 +59,7 @@ async def events(request: Request) -> Response:
         seq=fields.seq,
         lora=fields.lora,
         incomplete=fields.incomplete,
+        owner=fields.owner,
     )
     return bodies.answer(request, told if isinstance(told, dict) else await told)
 
@@ -74,6 +75,7 @@ def apply_batch(
     seq: int | None,
     lora: str | None,
     incomplete: bool = False,
+    owner: str | None = None,
 ) -> dict[str, Any] | Awaitable[dict[str, Any]]:
     """What is answered, or in a replica what will be. `dp_rank` is what the sender named; else the batch's own counts."""
     _check_count(wiring, len(batch.events) + len(batch.rejected) + batch.ignored)
@@ -83,7 +85,16 @@ def apply_batch(
     service = wiring.writer.immediate
     if service is None:
         return _apply_through_log(
-            wiring, batch, pod, model, dp_rank, seq=seq, lora=lora, digest=digest, incomplete=incomplete
+            wiring,
+            batch,
+            pod,
+            model,
+            dp_rank,
+            seq=seq,
+            lora=lora,
+            digest=digest,
+            incomplete=incomplete,
+            owner=owner,
         )
     result = service.post(
         pod,
@@ -94,6 +105,7 @@ def apply_batch(
         lora=lora or None,
         digest=digest,
         incomplete=incomplete,
+        owner=owner,
     )
     if batch.ts is not None and not result.duplicate:
         wiring.metrics.observe_lag(time.time() - batch.ts)
@@ -111,6 +123,7 @@ async def _apply_through_log(
     lora: str | None,
     digest: int | None,
     incomplete: bool,
+    owner: str | None,
 ) -> dict[str, Any]:
     result = await wiring.writer.post(
         pod,
@@ -121,6 +134,7 @@ async def _apply_through_log(
         lora=lora or None,
         digest=digest,
         incomplete=incomplete,
+        owner=owner,
     )
     if batch.ts is not None and not result.duplicate:
         wiring.metrics.observe_lag(time.time() - batch.ts)
@@ -129,7 +143,7 @@ async def _apply_through_log(
 
 async def _remove_everywhere(writer: Writer, fields: EventsFields, batch: EventBatch) -> BatchResult:
     """All of the batch or nothing: what has no pod has no counters to show what was left out."""
-    said = fields.model_fields_set & {"seq", "dp_rank"}
+    said = fields.model_fields_set & {"seq", "dp_rank", "owner"}
     for name in sorted(said):
         raise InvalidInput(f"{name} is one pod's: leave it out where pod is null", field=name)
     if fields.model is None:

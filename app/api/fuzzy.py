@@ -22,6 +22,8 @@ router = APIRouter(prefix="/v1", tags=["match"])
 async def fuzzy_match(request: Request) -> Response:
     """Blocks of a prompt that are held anywhere, exactly or nearly, whatever stands before them.
 
+    With `exclude` an agent asks for what pods hold for others: its own name leaves out what they hold for it alone.
+
     `grid` compares the prompt's blocks with stored ones, `sliding` looks at every token offset. 501 where the
     setting `fuzzy` is off.
     """
@@ -44,7 +46,7 @@ async def fuzzy_match(request: Request) -> Response:
         exclude=tuple(fields.exclude or ()),
         limit_per_block=fields.limit_per_block,
     )
-    return bodies.answer(request, _shown(fields, wiring.service.fuzzy.match(query)))
+    return bodies.answer(request, _shown(fields, await wiring.service.fuzzy.ask(query)))
 
 
 async def _token_ids(wiring: Wiring, fields: FuzzyFields, raw: bodies.Fields, notation: str) -> bytes:

@@ -40,6 +40,7 @@ class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lora: Annotated[str, Meta(max_length=NAME_CHARS_MAX)] | None = None
     seq: Annotated[int, Meta(ge=0, le=SEQ_MAX)] | None = None
     ts: float | None = None
+    owner: _Name | None = None
 
 
 _decoder = msgspec.json.Decoder(_Envelope)
@@ -65,7 +66,11 @@ def _from_json(wiring: Wiring, body: bytes) -> bytes | Awaitable[bytes] | None:
     if b'"metadata"' in rest:  # kept as it came, and an array in it may have been cut out
         return None
     said = bodies.decode_rest(_decoder, rest, COMMAS_MAX)
-    if said is None or len(said.events) > events_max or not _plain(said.pod, said.model, said.lora):
+    if (
+        said is None
+        or len(said.events) > events_max
+        or not _plain(said.pod, said.model, said.lora, said.owner)
+    ):
         return None
     if said.ts is not None and not math.isfinite(said.ts):
         return None
@@ -85,6 +90,7 @@ def _from_json(wiring: Wiring, body: bytes) -> bytes | Awaitable[bytes] | None:
         dp_rank=said.dp_rank,
         seq=said.seq,
         lora=said.lora,
+        owner=said.owner,
     )
     return _told(result)
 
@@ -94,8 +100,9 @@ def _from_payload(wiring: Wiring, query_string: bytes, body: bytes) -> bytes | A
     if fields is None:
         return None
     pod, model, lora = fields.get("pod"), fields.get("model"), fields.get("lora")
+    owner = fields.get("owner")
     dp_rank, seq = _number(fields.get("dp_rank"), DP_RANK_MAX), _number(fields.get("seq"), SEQ_MAX)
-    if pod is None or dp_rank is _STRANGE or seq is _STRANGE or not _plain(pod, model, lora):
+    if pod is None or dp_rank is _STRANGE or seq is _STRANGE or not _plain(pod, model, lora, owner):
         return None
     try:
         batch = decode_batch(body, block_size=known_block_size(wiring.service, pod, dp_rank or 0))
@@ -103,7 +110,11 @@ def _from_payload(wiring: Wiring, query_string: bytes, body: bytes) -> bytes | A
         return None
     if len(batch.events) + len(batch.rejected) + batch.ignored > wiring.settings.events_max:
         return None
-    return _told(apply_batch(wiring, batch, body, pod=pod, model=model, dp_rank=dp_rank, seq=seq, lora=lora))
+    return _told(
+        apply_batch(
+            wiring, batch, body, pod=pod, model=model, dp_rank=dp_rank, seq=seq, lora=lora, owner=owner
+        )
+    )
 
 
 def _told(result: dict[str, Any] | Awaitable[dict[str, Any]]) -> bytes | Awaitable[bytes]:
@@ -114,7 +125,7 @@ async def _told_later(result: Awaitable[dict[str, Any]]) -> bytes:
     return msgspec.json.encode(await result)
 
 
-_KNOWN = frozenset({"pod", "model", "lora", "dp_rank", "seq"})
+_KNOWN = frozenset({"pod", "model", "lora", "dp_rank", "seq", "owner"})
 _STRANGE = -1
 
 

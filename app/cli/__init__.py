@@ -6,7 +6,7 @@ document on standard output and nothing else there; tables, progress and complai
 
     serve       serve.py, the only one that starts the service
     match, route, fuzzy, hash           prompts.py
-    pods                                pods.py
+    pods, owners                        pods.py, owners.py
     events, stats                       watch.py
     dump, load                          dumps.py
     replay, simulate, experiment        app/replay, app/simulator, app/experiment
@@ -59,7 +59,7 @@ def _add_commands() -> None:
         raise NativeCoreMissing
     if cli.registered_commands:
         return
-    from app.cli import dumps, pods, prompts, serve, watch
+    from app.cli import dumps, owners, pods, prompts, serve, watch
     from app.demo.command import demo, traffic
     from app.experiment.command import experiment
     from app.replay.command import replay
@@ -71,6 +71,7 @@ def _add_commands() -> None:
     cli.command()(prompts.fuzzy)
     cli.command("hash")(prompts.hash_prompt)
     cli.add_typer(pods.group, name="pods")
+    cli.add_typer(owners.group, name="owners")
     cli.command()(watch.events)
     cli.command()(watch.stats)
     cli.command()(dumps.dump)

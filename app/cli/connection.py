@@ -54,8 +54,8 @@ class Connection:
     def put(self, path: str, body: Mapping[str, Any]) -> Any:
         return self._call("PUT", path, json=body)
 
-    def delete(self, path: str) -> None:
-        self._call("DELETE", path)
+    def delete(self, path: str) -> Any:
+        return self._call("DELETE", path)
 
     @contextlib.contextmanager
     def stream(self, path: str, *, params: Mapping[str, Any], endless: bool) -> Iterator[httpx.Response]:

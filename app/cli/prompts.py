@@ -148,7 +148,8 @@ def fuzzy(
         ),
     ] = None,
     exclude: Annotated[
-        list[str] | None, typer.Option("--exclude", help="An owner that does not count; may be repeated.")
+        list[str] | None,
+        typer.Option("--exclude", help="A pod or an owner that does not count; may be repeated."),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, max=FUZZY_MATCHES_MAX, help="Matches that are shown of a block.")
@@ -186,12 +187,25 @@ def fuzzy(
     title = f"{answer['tokens']} tokens, blocks of {answer['block_size']}"
     columns = ("pod", "#blocks", "#reusable tokens", "#coverage", "#confidence")
     screen.print_table(columns, held, title=title)
+    owned = [
+        (row["owner"], row["reusable_blocks"], row["reusable_tokens"], f"{100 * row['coverage']:.1f} %")
+        for row in answer["owners"]
+    ]
+    if owned:
+        screen.print_table(("owner", "#blocks", "#reusable tokens", "#coverage"), owned)
     matches = [
-        (block["token_offset"], row["kind"], row["hamming_distance"], row["pod"], row["dp_rank"])
+        (
+            block["token_offset"],
+            row["kind"],
+            row["hamming_distance"],
+            row["pod"],
+            row["dp_rank"],
+            ", ".join(row["owners"]),
+        )
         for block in answer["blocks"]
         for row in block["matches"]
     ]
-    return screen.print_table(("#token", "kind", "#distance", "pod", "#rank"), matches)
+    return screen.print_table(("#token", "kind", "#distance", "pod", "#rank", "owners"), matches)
 
 
 def hash_prompt(

@@ -122,9 +122,12 @@ class AsyncClient:
         dp_rank: int = 0,
         seq: int | None = None,
         lora: str | None = None,
+        owner: str | None = None,
     ) -> EventsAnswer:
         """A batch of one rank's events; tried again only with a `seq`, which makes it count once."""
-        return await self._ask(calls.events(pod, events, model=model, dp_rank=dp_rank, seq=seq, lora=lora))
+        return await self._ask(
+            calls.events(pod, events, model=model, dp_rank=dp_rank, seq=seq, lora=lora, owner=owner)
+        )
 
     async def pods(self) -> tuple[PodAnswer, ...]:
         return (await self._ask(calls.list_pods())).pods

@@ -125,9 +125,12 @@ class Client:
         dp_rank: int = 0,
         seq: int | None = None,
         lora: str | None = None,
+        owner: str | None = None,
     ) -> EventsAnswer:
         """A batch of one rank's events; tried again only with a `seq`, which makes it count once."""
-        return self._ask(calls.events(pod, events, model=model, dp_rank=dp_rank, seq=seq, lora=lora))
+        return self._ask(
+            calls.events(pod, events, model=model, dp_rank=dp_rank, seq=seq, lora=lora, owner=owner)
+        )
 
     def pods(self) -> tuple[PodAnswer, ...]:
         return self._ask(calls.list_pods()).pods

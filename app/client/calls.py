@@ -222,9 +222,18 @@ def events(
     dp_rank: int,
     seq: int | None,
     lora: str | None,
+    owner: str | None = None,
 ) -> Call[EventsAnswer]:
     """Without a `seq` a second attempt could count a copy twice, so there is none."""
-    fields = {"pod": pod, "events": list(batch), "model": model, "dp_rank": dp_rank, "seq": seq, "lora": lora}
+    fields = {
+        "pod": pod,
+        "events": list(batch),
+        "model": model,
+        "dp_rank": dp_rank,
+        "seq": seq,
+        "lora": lora,
+        "owner": owner,
+    }
     body = {name: value for name, value in fields.items() if value is not None}
     # As JSON, because msgpack is the engines' own form on this route.
     return Call("POST", "/v1/events", _read_events, body, repeatable=seq is not None, as_json=True)

@@ -1,8 +1,11 @@
 """Windows that match and who holds them -> the answer to a fuzzy match. Pure.
 
-An owner that holds a window's content in several places counts once, with the best of them. A summary of a
-pod counts a window once, however many ranks of it hold it, and looks at all owners, not only at those that
-`limit_per_block` lets through.
+Pods hold blocks, each for the owners (agents) that claim it there, or for nobody in particular. What a pod holds
+does not count when the pod is excluded, or when all who claim it are; of several claims the others are left.
+
+A pod that holds a window's content in several places counts once for the same owners, with the best of them. A
+summary, of a pod or of an owner, counts a window once, however many ranks or pods have it, and looks at all
+holdings, not only at those that `limit_per_block` lets through.
 """
 
 from __future__ import annotations
@@ -13,26 +16,30 @@ from typing import Literal
 
 import msgspec
 
-from app.fuzzy.fuzzy_index import HASH_BITS, Window
+from app.fuzzy.fuzzy_index import HASH_BITS, Slices, Window
 
 Kind = Literal["exact", "near"]
 
+_HOLDINGS_A_SLICE = 512  # looked at, about, before others have their turn
+
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
-class Owner:
-    """`pod` may also be the name of an agent that announced the block."""
+class Holding:
+    """A rank that holds a block, and whom for: () when nobody was named."""
 
     pod: str
     dp_rank: int = 0
+    owners: tuple[str, ...] = ()  # ascending
 
 
-HolderLookup = Callable[[Collection[int]], Mapping[int, Sequence[Owner]]]
-"""The owners of each prefix hash; those that nobody holds may be absent."""
+HoldingLookup = Callable[[Collection[int]], Mapping[int, Sequence[Holding]]]
+"""The holdings of each prefix hash; those that nobody holds may be absent."""
 
 
 class BlockMatch(msgspec.Struct, frozen=True):
     pod: str
     dp_rank: int
+    owners: tuple[str, ...]
     cached_block_hash: int
     hamming_distance: int
     confidence: float
@@ -62,19 +69,28 @@ class PodSummary(msgspec.Struct, frozen=True):
     mean_confidence: float  # over the reusable blocks
 
 
+class OwnerSummary(msgspec.Struct, frozen=True):
+    owner: str
+    reusable_blocks: int
+    reusable_tokens: int
+    coverage: float
+    mean_confidence: float
+
+
 class FuzzyAnswer(msgspec.Struct, frozen=True):
     blocks: tuple[FuzzyBlock, ...]  # by offset
     runs: tuple[Run, ...]
     pods: tuple[PodSummary, ...]  # most tokens first
+    owners: tuple[OwnerSummary, ...]  # most tokens first
 
 
-class Owners:
-    """Who holds what, asked once a prefix hash in the course of a query, without those that are excluded."""
+class Holdings:
+    """Who holds what, asked once a prefix hash in the course of a query, without what is excluded."""
 
-    def __init__(self, lookup: HolderLookup, exclude: Collection[str] = ()) -> None:
+    def __init__(self, lookup: HoldingLookup, exclude: Collection[str] = ()) -> None:
         self._lookup = lookup
         self._exclude = tuple(exclude)
-        self._known: dict[int, tuple[Owner, ...]] = {}
+        self._known: dict[int, tuple[Holding, ...]] = {}
 
     def usable(self, prefix_hashes: Set[int]) -> Set[int]:
         """Those of them that anybody left holds."""
@@ -82,19 +98,27 @@ class Owners:
         if new:
             found = self._lookup(new)
             for prefix_hash in new:
-                owners = found.get(prefix_hash, ())
-                self._known[prefix_hash] = tuple(
-                    sorted(owner for owner in owners if not is_excluded(owner.pod, self._exclude))
-                )
+                self._known[prefix_hash] = self._left(found.get(prefix_hash, ()))
         return {prefix_hash for prefix_hash in prefix_hashes if self._known[prefix_hash]}
 
-    def of(self, prefix_hash: int) -> tuple[Owner, ...]:
+    def of(self, prefix_hash: int) -> tuple[Holding, ...]:
         return self._known[prefix_hash]
 
+    def _left(self, holdings: Sequence[Holding]) -> tuple[Holding, ...]:
+        if not self._exclude:
+            return tuple(sorted(holdings))
+        left = []
+        for holding in holdings:
+            owners = tuple(owner for owner in holding.owners if not is_named(owner, self._exclude))
+            if is_named(holding.pod, self._exclude) or (holding.owners and not owners):
+                continue
+            left.append(dataclasses.replace(holding, owners=owners))
+        return tuple(sorted(left))
 
-def is_excluded(name: str, exclude: Iterable[str]) -> bool:
-    """`agent1` also excludes `agent1:system`, and not `agent10`."""
-    return any(name == excluded or name.startswith(excluded + ":") for excluded in exclude)
+
+def is_named(name: str, by: Iterable[str]) -> bool:
+    """`agent1` names `agent1` and its roles, as `agent1:system`, and not `agent10`."""
+    return any(name == known or name.startswith(known + ":") for known in by)
 
 
 def confidence(distance: int) -> float:
@@ -102,18 +126,17 @@ def confidence(distance: int) -> float:
 
 
 def assemble(
-    windows: Sequence[Window], owners: Owners, *, block_size: int, tokens: int, limit_per_block: int
-) -> FuzzyAnswer:
+    windows: Sequence[Window], holdings: Holdings, *, block_size: int, tokens: int, limit_per_block: int
+) -> Slices[FuzzyAnswer]:
     """`windows` by offset, with usable matches only; `tokens` is the length of the prompt."""
     blocks = []
-    distances: dict[str, list[int]] = {}
+    of_pods: dict[str, list[int]] = {}
+    of_owners: dict[str, list[int]] = {}
+    looked_at = 0
     for window in windows:
-        matches = _matches_of(window, owners)
-        nearest: dict[str, int] = {}
-        for match in matches:
-            nearest.setdefault(match.pod, match.hamming_distance)
-        for pod, distance in nearest.items():
-            distances.setdefault(pod, []).append(distance)
+        matches = _matches_of(window, holdings)
+        _add_nearest(of_pods, ((match.pod, match.hamming_distance) for match in matches))
+        _add_nearest(of_owners, ((o, match.hamming_distance) for match in matches for o in match.owners))
         on_grid = window.token_offset % block_size == 0
         blocks.append(
             FuzzyBlock(
@@ -123,9 +146,16 @@ def assemble(
                 matches=tuple(matches[:limit_per_block]),
             )
         )
-    pods = [_summary(pod, found, block_size, tokens) for pod, found in distances.items()]
-    pods.sort(key=lambda pod: (-pod.reusable_tokens, -pod.mean_confidence, pod.pod))
-    return FuzzyAnswer(tuple(blocks), merge_runs(blocks, block_size), tuple(pods))
+        looked_at += sum(len(holdings.of(match.prefix_hash)) for match in window.matches)
+        if looked_at >= _HOLDINGS_A_SLICE:
+            looked_at = 0
+            yield
+    return FuzzyAnswer(
+        tuple(blocks),
+        merge_runs(blocks, block_size),
+        tuple(PodSummary(*row) for row in _summaries(of_pods, block_size, tokens)),
+        tuple(OwnerSummary(*row) for row in _summaries(of_owners, block_size, tokens)),
+    )
 
 
 def merge_runs(blocks: Sequence[FuzzyBlock], block_size: int) -> tuple[Run, ...]:
@@ -139,14 +169,15 @@ def merge_runs(blocks: Sequence[FuzzyBlock], block_size: int) -> tuple[Run, ...]
     return tuple(runs)
 
 
-def _matches_of(window: Window, owners: Owners) -> list[BlockMatch]:
-    best: dict[Owner, BlockMatch] = {}
+def _matches_of(window: Window, holdings: Holdings) -> list[BlockMatch]:
+    best: dict[Holding, BlockMatch] = {}
     for match in window.matches:
-        for owner in owners.of(match.prefix_hash):
-            if owner not in best:
-                best[owner] = BlockMatch(
-                    pod=owner.pod,
-                    dp_rank=owner.dp_rank,
+        for holding in holdings.of(match.prefix_hash):
+            if holding not in best:
+                best[holding] = BlockMatch(
+                    pod=holding.pod,
+                    dp_rank=holding.dp_rank,
+                    owners=holding.owners,
                     cached_block_hash=match.prefix_hash,
                     hamming_distance=match.distance,
                     confidence=confidence(match.distance),
@@ -155,12 +186,27 @@ def _matches_of(window: Window, owners: Owners) -> list[BlockMatch]:
     return list(best.values())
 
 
-def _summary(pod: str, distances: Sequence[int], block_size: int, tokens: int) -> PodSummary:
-    reusable_tokens = len(distances) * block_size
-    return PodSummary(
-        pod=pod,
-        reusable_blocks=len(distances),
-        reusable_tokens=reusable_tokens,
-        coverage=reusable_tokens / tokens,
-        mean_confidence=sum(map(confidence, distances)) / len(distances),
-    )
+def _add_nearest(distances: dict[str, list[int]], found: Iterable[tuple[str, int]]) -> None:
+    """One distance for each name, that which comes first."""
+    nearest: dict[str, int] = {}
+    for name, distance in found:
+        nearest.setdefault(name, distance)
+    for name, distance in nearest.items():
+        distances.setdefault(name, []).append(distance)
+
+
+def _summaries(
+    distances: Mapping[str, Sequence[int]], block_size: int, tokens: int
+) -> list[tuple[str, int, int, float, float]]:
+    """Name, blocks, tokens, coverage and mean confidence; most tokens first."""
+    rows = [
+        (
+            name,
+            len(found),
+            len(found) * block_size,
+            len(found) * block_size / tokens,
+            sum(map(confidence, found)) / len(found),
+        )
+        for name, found in distances.items()
+    ]
+    return sorted(rows, key=lambda row: (-row[2], -row[4], row[0]))

@@ -11,6 +11,10 @@ sliding  every offset is looked up; of the windows that match, those are kept th
 The index knows prefix hashes and contents, not who holds them. `usable` tells which of some prefix hashes are
 held by anybody the caller cares for; what is not usable neither matches nor takes a place from what is.
 
+A question can be asked in slices (`grid_slices`, `sliding_slices`), and the index may change between them. What is
+stored all the while is found as if it had been asked at once; what comes or goes meanwhile is found or not, and
+nothing is that had gone before the question began or came after it ended.
+
 Blocks whose meaning is not in their tokens alone (blocks with extra keys: a cache salt, an image) must not be
 stored here.
 
@@ -22,8 +26,9 @@ from __future__ import annotations
 import dataclasses
 import struct
 from array import array
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from itertools import groupby
+from typing import TypeAlias, TypeVar
 
 from app.errors import InvalidInput, NativeCoreMissing
 
@@ -36,7 +41,16 @@ MAX_DISTANCE = 8  # the tables find everything within it, and nothing is promise
 HASH_BITS = 64
 _ROW = struct.Struct("<IHHQ")
 
+# What a slice of a question does at most, about: each is well below a millisecond of work.
+_WORK_A_SLICE = 65_536  # of a search (native/near_search.hpp)
+_WINDOWS_A_SLICE = 1_024
+_MATCHES_A_SLICE = 512
+
 Usable = Callable[[Set[int]], Set[int]]
+
+Answer = TypeVar("Answer")
+Slices: TypeAlias = Generator[None, None, Answer]
+"""Work in slices; between two of them anything may happen to the index."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,49 +146,95 @@ class FuzzyIndex:
         """All that are stored, in no order. Walks everything: for tests and dumps."""
         return array("Q", self._core.prefixes(context))
 
-    # -- questions
+    # -- questions, all at once or in slices
 
     def grid(self, context: int, token_ids: bytes, max_distance: int, usable: Usable) -> list[Window]:
+        return finish(self.grid_slices(context, token_ids, max_distance, usable))
+
+    def sliding(self, context: int, token_ids: bytes, max_distance: int, usable: Usable) -> list[Window]:
+        return finish(self.sliding_slices(context, token_ids, max_distance, usable))
+
+    def grid_slices(
+        self, context: int, token_ids: bytes, max_distance: int, usable: Usable
+    ) -> Slices[list[Window]]:
         block_size = self._block_sizes[context]
         last = len(token_ids) // 4 - block_size
         offsets = array("I", range(0, last + 1, block_size))
         return self._near(context, token_ids, offsets, max_distance, usable)
 
-    def sliding(self, context: int, token_ids: bytes, max_distance: int, usable: Usable) -> list[Window]:
+    def sliding_slices(
+        self, context: int, token_ids: bytes, max_distance: int, usable: Usable
+    ) -> Slices[list[Window]]:
         block_size = self._block_sizes[context]
         windows = max(0, len(token_ids) // 4 - block_size + 1)
         if windows == 0:
             return []
         _check(token_ids, max_distance)
-        found = self._core.exact(context, token_ids, self._limits.matches_per_window_max)
         weights = array("I", bytes(4 * windows))
-        for window in _usable_windows(found, usable):
+        for window in (yield from self._exact(context, token_ids, windows, usable)):
             weights[window.token_offset] = 1
         exact = self._select(weights, block_size)
+        yield
         offsets = _free_offsets(exact, windows, block_size)
-        candidates = {
-            window.token_offset: window
-            for window in self._near(context, token_ids, offsets, max_distance, usable)
-        }
+        near = yield from self._near(context, token_ids, offsets, max_distance, usable)
+        candidates = {window.token_offset: window for window in near}
         weights = array("I", bytes(4 * windows))
         for offset, window in candidates.items():
             # A block more is worth more than any closeness, an exact one more than two near ones in its way.
             weights[offset] = 1_000_000 if window.exact else 1_000 + HASH_BITS - window.matches[0].distance
+        yield
         return [candidates[offset] for offset in self._select(weights, block_size)]
 
     def stats(self) -> FuzzyStats:
         return FuzzyStats(*self._core.statistics())
 
+    def _exact(self, context: int, token_ids: bytes, windows: int, usable: Usable) -> Slices[list[Window]]:
+        found: list[Window] = []
+        window = 0
+        while window < windows and context in self._block_sizes:
+            rows, window = self._core.exact(
+                context, token_ids, self._limits.matches_per_window_max, window, _WINDOWS_A_SLICE
+            )
+            found += _usable_windows(rows, usable)
+            yield
+        return found
+
     def _near(
         self, context: int, token_ids: bytes, offsets: array[int], max_distance: int, usable: Usable
-    ) -> list[Window]:
+    ) -> Slices[list[Window]]:
         _check(token_ids, max_distance)
-        matches_max = self._limits.matches_per_window_max
-        found = self._core.near(context, token_ids, offsets.tobytes(), max_distance, matches_max)
-        return list(_usable_windows(found, usable))
+        if context not in self._block_sizes:  # it went since the question began
+            return []
+        query = _native.NearQuery(
+            self._core,
+            context,
+            token_ids,
+            offsets.tobytes(),
+            max_distance,
+            self._limits.matches_per_window_max,
+        )
+        while not query.step(_WORK_A_SLICE):
+            yield
+        found: list[Window] = []
+        done = False
+        while not done:
+            yield
+            rows, done = query.take(_MATCHES_A_SLICE)
+            found += _usable_windows(rows, usable)
+        return found
 
     def _select(self, weights: array[int], block_size: int) -> array[int]:
         return array("I", self._core.select(weights.tobytes(), block_size))
+
+
+def finish(slices: Slices[Answer]) -> Answer:
+    """All of it at once."""
+    while True:
+        try:
+            next(slices)
+        except StopIteration as done:
+            answer: Answer = done.value
+            return answer
 
 
 def _check(token_ids: bytes, max_distance: int) -> None:

@@ -13,6 +13,7 @@ from app.index.prefix_index import (
     TICK_MS,
     ContextInfo,
     Depths,
+    Holding,
     IndexStats,
     NameRun,
     RemoveResult,
@@ -31,6 +32,9 @@ class Index(Protocol):
     def context(self, model: str, lora: str | None, block_size: int, now: int) -> int: ...
     def find_contexts(self, model: str, lora: str | None) -> list[ContextInfo]: ...
     def contexts(self) -> list[ContextInfo]: ...
+    def add_owner(self) -> int: ...
+    def clear_owner(self, owner: int) -> None: ...
+    def owner_claims(self) -> dict[int, int]: ...
     def add_source(self) -> int: ...
     def drop_source(self, source: int) -> None: ...
     def store(
@@ -46,9 +50,18 @@ class Index(Protocol):
         extra_keys: tuple[bytes, ...] | None,
         now: int,
         count_copies: bool = True,
+        owner: int = 0,
     ) -> StoreResult: ...
     def place(
-        self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int, count_copies: bool = True
+        self,
+        source: int,
+        *,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        now: int,
+        count_copies: bool = True,
+        owner: int = 0,
     ) -> StoreResult: ...
     def store_prefixes(
         self,
@@ -62,6 +75,7 @@ class Index(Protocol):
         copies: bytes | None,
         now: int,
         count_copies: bool = True,
+        owner: int = 0,
     ) -> StoreResult: ...
     def store_hashed(
         self,
@@ -76,6 +90,7 @@ class Index(Protocol):
         contents: bytes,
         now: int,
         count_copies: bool = True,
+        owner: int = 0,
     ) -> StoreResult: ...
     def chain_of(
         self, source: int, context: int, *, tier: int, group: int, parent: int, now: int
@@ -105,6 +120,7 @@ class Index(Protocol):
         self, context: int, source: int, prefix_hashes: bytes, ttl_ticks: int, now: int
     ) -> int: ...
     def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]: ...
+    def holdings(self, context: int, prefix_hashes: bytes, now: int) -> list[Holding]: ...
     def prefix_of(
         self, context: int, source: int, *, tier: int, group: int, engine_hash: int, now: int
     ) -> int | None: ...

@@ -83,6 +83,16 @@ capacity
   least recently used one (asked for by `context`, stored into or matched) is dropped whole, with its names, orphans
   and marks; its id is not used again.
 
+owners
+  `add_owner` gives a number. An event that is stored with one claims each block that it stores: (slot, P, owner).
+  Claims of one block by several owners are all kept, and the same claim again changes nothing. A claim ends when its
+  slot holds P no more, however that comes, or with `clear_owner`; the number is not used again. Bounded by `claims_max`
+  (claims that have ended may count until swept): surplus is refused and counted. Where there is no FuzzyIndex, or
+  it does not take the context, nobody claims anything.
+holdings(context, prefix_hashes)
+  For each prefix that has an entry, by place: (source, owner) of every slot that holds it and every owner that claims
+  it there, and (source, 0) of a slot where nobody does. `owner_claims`: how many each owner has, swept or not.
+
 contents
   An index made with a FuzzyIndex keeps it in step: after every call it has exactly the plain prefixes that have an
   entry, in every context whose blocks can have a SimHash. A prefix is plain when its tokens came with a `store` and
@@ -112,6 +122,7 @@ except ImportError as error:
 
 TICK_MS = 100
 _ROW = struct.Struct("<6I")
+_HOLDING = struct.Struct("<3I")
 _ONE = struct.pack("<Q", 1)
 _NO_CONTEXTS: Mapping[int, int] = {}
 
@@ -125,6 +136,7 @@ class IndexLimits:
     prefixes_per_context_max: int = 10_000_000
     orphan_blocks_max: int = 65_536
     speculative_blocks_max: int = 262_144
+    claims_max: int = 4_000_000
 
 
 class StoreResult(msgspec.Struct, frozen=True):
@@ -157,6 +169,14 @@ class SlotInfo:
     group: int
     blocks: int
     digest: int
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """A source that holds a prefix, and an owner whom it holds it for; 0 where none was named."""
+
+    prefix: int  # its place among those that were asked for
+    source: int
+    owner: int
 
 
 class RemoveResult(msgspec.Struct, frozen=True):
@@ -204,6 +224,8 @@ class IndexStats:
     orphans_dropped: int  # blocks
     orphans_expired: int  # blocks
     speculative_refused: int
+    claims: int  # swept or not
+    claims_refused: int
 
 
 @dataclasses.dataclass(slots=True)
@@ -225,6 +247,7 @@ class PrefixIndex:
             limits.prefixes_per_context_max,
             limits.orphan_blocks_max,
             limits.speculative_blocks_max,
+            limits.claims_max,
             None if contents is None else contents.core,
         )
         self._contexts: dict[int, _Context] = {}
@@ -273,6 +296,15 @@ class PrefixIndex:
         size = self._core.context_size(context)
         return ContextInfo(context, known.model, known.lora, known.block_size, size)
 
+    def add_owner(self) -> int:
+        return self._core.add_owner()
+
+    def clear_owner(self, owner: int) -> None:
+        self._core.clear_owner(owner)
+
+    def owner_claims(self) -> dict[int, int]:
+        return dict(self._core.owner_claims())
+
     def add_source(self) -> int:
         return self._core.add_source()
 
@@ -295,6 +327,7 @@ class PrefixIndex:
         extra_keys: tuple[bytes, ...] | None,
         now: int,
         count_copies: bool = True,
+        owner: int = 0,
     ) -> StoreResult:
         self._require_source(source)
         self._require_context(context)
@@ -314,17 +347,35 @@ class PrefixIndex:
             )
         return StoreResult(
             *self._core.store(
-                source, context, tier, group, engine_hashes, parent, token_ids, extra_keys, now, count_copies
+                source,
+                context,
+                tier,
+                group,
+                engine_hashes,
+                parent,
+                token_ids,
+                extra_keys,
+                now,
+                count_copies,
+                owner,
             )
         )
 
     def place(
-        self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int, count_copies: bool = True
+        self,
+        source: int,
+        *,
+        tier: int,
+        group: int,
+        engine_hashes: bytes,
+        now: int,
+        count_copies: bool = True,
+        owner: int = 0,
     ) -> StoreResult:
         self._require_source(source)
         if len(engine_hashes) % 8:
             raise InvalidInput("engine hashes must be 8 bytes each", field="block_hashes")
-        return StoreResult(*self._core.place(source, tier, group, engine_hashes, now, count_copies))
+        return StoreResult(*self._core.place(source, tier, group, engine_hashes, now, count_copies, owner))
 
     def store_prefixes(
         self,
@@ -338,6 +389,7 @@ class PrefixIndex:
         copies: bytes | None,
         now: int,
         count_copies: bool = True,
+        owner: int = 0,
     ) -> StoreResult:
         """`copies` are uint64, at least 1 each. `count_copies` is for orphans that are chained by it."""
         self._require_source(source)
@@ -354,7 +406,16 @@ class PrefixIndex:
             raise InvalidInput("a block that is stored has at least one copy", field="copies")
         return StoreResult(
             *self._core.store_prefixes(
-                source, context, tier, group, engine_hashes, prefix_hashes, copies, now, count_copies
+                source,
+                context,
+                tier,
+                group,
+                engine_hashes,
+                prefix_hashes,
+                copies,
+                now,
+                count_copies,
+                owner,
             )
         )
 
@@ -371,6 +432,7 @@ class PrefixIndex:
         contents: bytes,
         now: int,
         count_copies: bool = True,
+        owner: int = 0,
     ) -> StoreResult:
         self._require_source(source)
         self._require_context(context)
@@ -389,6 +451,7 @@ class PrefixIndex:
                 contents,
                 now,
                 count_copies,
+                owner,
             )
         )
 
@@ -455,6 +518,10 @@ class PrefixIndex:
         if ttl_ticks < 1:
             raise InvalidInput(f"a speculative entry must live at least {TICK_MS} ms", field="ttl_s")
         return self._core.add_speculative(context, source, prefix_hashes, ttl_ticks, now)
+
+    def holdings(self, context: int, prefix_hashes: bytes, now: int) -> list[Holding]:
+        packed = self._core.holdings(context, prefix_hashes, now)
+        return [Holding(*row) for row in _HOLDING.iter_unpack(packed)]
 
     def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]:
         """(source, tier, group) of every slot that holds the prefix, sorted; for tests and dumps."""

@@ -23,12 +23,14 @@ from typing import Protocol
 import msgspec
 
 from app.errors import IndexerError
+from app.pods import Pod, PodSpec, SourceState
 from app.replication.entries import (
     AnyEntry,
     BlocksForgotten,
     Followed,
     Group,
     LeaseTaken,
+    OwnerCleared,
     PodDropped,
     PodRegistered,
     Posted,
@@ -40,11 +42,13 @@ from app.replication.entries import (
     partition_of,
 )
 from app.replication.redis_log import BEGINNING
+from app.saved_state import SavedState
 from app.service import IndexerService
 
 logger = logging.getLogger(__name__)
 
 REPLICAS_MAX = 1_024
+NOT_HELD = "no replica follows it yet"
 
 
 class LogState(msgspec.Struct):
@@ -90,6 +94,18 @@ class Applier:
             "refused_entries": 0,
             "faults": 0,
         }
+
+    def place(self, saved: SavedState, state: LogState | None = None) -> SavedState:
+        """A snapshot of now, with where the log has been applied to."""
+        state = state or self.state
+        positions = dict(enumerate(state.positions))
+        return msgspec.structs.replace(
+            saved, log=state.log, positions=positions, log_memory=msgspec.msgpack.encode(state)
+        )
+
+    def recall(self, saved: SavedState) -> None:
+        """The picture is that of a snapshot now."""
+        self.state = msgspec.msgpack.decode(saved.log_memory, type=LogState)
 
     def apply(self, partition: int, position: str, data: bytes) -> None:
         """Raises UnknownEntry, with nothing changed."""
@@ -145,6 +161,7 @@ class Applier:
             lora=entry.lora,
             digest=entry.digest,
             incomplete=entry.incomplete,
+            owner=entry.owner if self._service.owners.has_room_for(entry.owner) else None,
         )
         if not result.duplicate:
             heard = self.state.heard.setdefault(entry.pod, [])
@@ -175,14 +192,20 @@ class Applier:
     def _control(
         self,
         partition: int,
-        entry: SourceSilent | PodRegistered | PodDropped | BlocksForgotten | RemovedEverywhere | LeaseTaken,
+        entry: SourceSilent
+        | PodRegistered
+        | PodDropped
+        | BlocksForgotten
+        | RemovedEverywhere
+        | LeaseTaken
+        | OwnerCleared,
     ) -> object:
         service, state = self._service, self.state
         if isinstance(entry, PodRegistered):
-            return service.register(entry.spec)
+            return self._register(entry.spec)
         if isinstance(entry, PodDropped):
             service.drop_pod(entry.pod)
-            state.heard.pop(entry.pod, None)
+            self._forget(entry.pod)
             return None
         if isinstance(entry, BlocksForgotten):
             return service.remove_blocks(
@@ -194,6 +217,8 @@ class Applier:
                 service.remove_everywhere(entry.model, entry.lora, event, concerns=concerns)
                 for event in entry.events
             )
+        if isinstance(entry, OwnerCleared):
+            return service.owners.clear(entry.owner)
         if isinstance(entry, LeaseTaken):
             newest = state.epochs[entry.pod] = max(entry.epoch, state.epochs.get(entry.pod, 0))
             if newest > entry.epoch:
@@ -202,6 +227,24 @@ class Applier:
         if self.heard(entry.pod, entry.dp_rank) == entry.heard:
             service.silence(entry.pod, entry.dp_rank)
         return None
+
+    def _register(self, spec: PodSpec) -> Pod:
+        """A pod that starts empty is followed by nobody yet, and what is on its way of its stream before is of a
+        picture that is gone."""
+        before = self._service.pods.get(spec.name)
+        pod = self._service.register(spec)
+        if pod is not before:
+            if before is not None:
+                self._forget(spec.name)
+            if spec.zmq_endpoint is not None:
+                for dp_rank in range(spec.dp_size):
+                    self._service.set_source_state(spec.name, dp_rank, SourceState.DOWN, cause=NOT_HELD)
+        return pod
+
+    def _forget(self, pod: str) -> None:
+        self.state.heard.pop(pod, None)
+        if pod in self.state.epochs:
+            self.state.epochs[pod] += 1  # its holder needs a newer lease
 
     def set_away(self, partition: int, cause: str) -> None:
         """The partition is not read now, and why; "" when it is again."""

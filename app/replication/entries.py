@@ -43,6 +43,7 @@ class Posted(Entry, frozen=True, kw_only=True, array_like=True, tag=1):
     digest: int | None
     incomplete: bool
     batch: EventBatch
+    owner: str | None = None
 
 
 class Followed(Entry, frozen=True, kw_only=True, array_like=True, tag=2):
@@ -122,6 +123,13 @@ class LeaseTaken(Entry, frozen=True, kw_only=True, array_like=True, tag=10):
     epoch: int
 
 
+class OwnerCleared(Entry, frozen=True, kw_only=True, array_like=True, tag=11):
+    """The argument of Owners.clear. In one partition: a batch of another one that comes at the same time may be
+    applied before it by one replica and behind it by another, and its blocks have that owner only there."""
+
+    owner: str
+
+
 AnyEntry = (
     Posted
     | Followed
@@ -133,6 +141,7 @@ AnyEntry = (
     | BlocksForgotten
     | RemovedEverywhere
     | LeaseTaken
+    | OwnerCleared
 )
 
 

@@ -2,9 +2,10 @@
 
 While Redis is away the picture stays as it is and is served, and its pods' rows say that they are degraded and why; on
 return reading goes on from the position. Before that,
-and at the start, it is made sure that it is still the same log: the last group that was applied here must be there. If
-it is not, Redis has lost what it had, or it was trimmed past this replica; then nothing more is applied, the
-partition says so (`trouble`), the replica is not ready, and it looks again from time to time.
+and at the start, it is made sure that this can be (generations.py). Until it can, nothing more is applied, the
+partition says so (`trouble`), the replica is not ready, and it looks again from time to time. Trimming takes nothing
+away that is younger than `keep_s`; whoever had not read to the end in that time looks after each read whether it
+was passed.
 
 Groups are applied in slices of SLICE_S, so that queries wait for a slice at most, and for one group at least.
 """
@@ -16,11 +17,13 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from app.errors import LogAway
 from app.replication.applier import Applier
 from app.replication.entries import UnknownEntry
-from app.replication.redis_log import BEGINNING, GROUPS_PER_READ, RedisLog, Terms, order
+from app.replication.generations import LogBroken
+from app.replication.redis_log import GROUPS_PER_READ, RedisLog, order
 
 logger = logging.getLogger(__name__)
 
@@ -36,26 +39,43 @@ class PartitionState:
     """How the reading of one partition goes."""
 
     entered: bool = False  # it has been read to its end since the start
+    caught_up_s: float = 0.0  # monotonic: when the last look began that found the end
     caught_up: bool = False  # all that was there at the last look has been applied
     trouble: str = "the log has not been read yet"  # "" while it is being read
     away_since_s: float | None = None  # Unix time; None: rows do not say so
 
 
-class LogBroken(LogAway):
-    """The log is not the one that was read before, or has a hole where we are."""
+class Places(Protocol):
+    """The part of Generations that is needed."""
+
+    async def ensure(self, partition: int) -> None: ...
+    async def is_whole(self, partition: int) -> bool: ...
+
+
+class _Interrupted(Exception):
+    """What was read is not to be applied."""
 
 
 class Follower:
     """All calls on the service's thread; `wall` gives Unix time."""
 
     def __init__(
-        self, log: RedisLog, applier: Applier, terms: Terms, *, wall: Callable[[], float] = time.time
+        self,
+        log: RedisLog,
+        applier: Applier,
+        places: Places,
+        *,
+        partitions: int,
+        keep_s: float,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._log = log
         self._applier = applier
-        self._terms = terms
+        self._places = places
+        self._keep_s = keep_s
+        self._interruptions = 0
         self._wall = wall
-        self.partitions = [PartitionState() for _ in range(terms.partitions)]
+        self.partitions = [PartitionState() for _ in range(partitions)]
         self._caught_up = asyncio.Event()
         self.counts = {"read_groups": 0, "read_bytes": 0, "reconnects": 0, "read_failures": 0}
 
@@ -78,6 +98,11 @@ class Follower:
         return max(0.0, self._wall() - min(since)) if since else 0.0
 
     @property
+    def is_caught_up(self) -> bool:
+        """Every partition has been read, and none is in trouble."""
+        return all(state.entered and not state.trouble for state in self.partitions)
+
+    @property
     def trouble(self) -> str:
         return next((state.trouble for state in self.partitions if state.trouble), "")
 
@@ -87,14 +112,19 @@ class Follower:
         failures = 0
         while True:
             try:
-                await self._enter(partition)
+                interruptions = self._interruptions
+                await self._places.ensure(partition)
+                if self._interruptions != interruptions:
+                    continue
                 if failures:
                     self.counts["reconnects"] += 1
                     logger.info("partition %d of the log is read again", partition)
                 failures = 0
                 state.trouble = ""
                 while True:
-                    await self._read(partition, state)
+                    await self._read(partition, state, interruptions)
+            except _Interrupted:
+                continue
             except (LogAway, UnknownEntry) as error:
                 self.counts["read_failures"] += 1
                 if str(error) != state.trouble:
@@ -107,31 +137,24 @@ class Follower:
                 await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
                 failures += 1
 
-    async def _enter(self, partition: int) -> None:
-        """Raises LogBroken when it is not the log that was read before, or not one for us."""
-        found = await self._log.agree(self._terms)
-        mine = self._applier.state
-        differing = [
-            name
-            for name in ("version", "partitions", "fuzzy", "count_copies")
-            if getattr(found, name) != getattr(self._terms, name)
-        ]
-        if differing:
-            raise LogBroken(
-                f"the log was made with other settings than these: {', '.join(differing)}; "
-                "all replicas need the same, and another namespace starts a new log"
-            )
-        if mine.log == "":
-            mine.log = found.log
-        if mine.log != found.log:
-            raise LogBroken("Redis lost the log: there is another one now")
-        position = mine.positions[partition]
-        if position != BEGINNING and not await self._log.has(partition, position):
-            raise LogBroken(f"the log does not have the group {position}, which was applied here")
+    def interrupt(self, cause: str) -> None:
+        """What is held, or the log, is another one from now on: every partition begins anew."""
+        self._interruptions += 1
+        for state in self.partitions:
+            state.entered = state.caught_up = False
+            state.trouble = cause
+            state.away_since_s = state.away_since_s or self._wall()
 
-    async def _read(self, partition: int, state: PartitionState) -> None:
+    async def _read(self, partition: int, state: PartitionState, interruptions: int) -> None:
         position = self._applier.state.positions[partition]
+        began_s = time.monotonic()
         groups = await self._log.read(partition, position, wait=state.caught_up)
+        # What is young is not trimmed: only who had not read to the end lately can have been passed by it.
+        is_sure = state.caught_up and began_s - state.caught_up_s < self._keep_s / 2
+        if groups and not is_sure and not await self._places.is_whole(partition):
+            raise LogBroken(f"the log was trimmed past {position}")
+        if self._interruptions != interruptions:
+            raise _Interrupted
         state.caught_up = False
         slice_ends_s = time.perf_counter() + SLICE_S
         for position, data in groups:
@@ -140,8 +163,11 @@ class Follower:
             self.counts["read_bytes"] += len(data)
             if time.perf_counter() >= slice_ends_s:
                 await asyncio.sleep(0)
+                if self._interruptions != interruptions:
+                    raise _Interrupted
                 slice_ends_s = time.perf_counter() + SLICE_S
         state.caught_up = len(groups) < GROUPS_PER_READ
+        state.caught_up_s = began_s if state.caught_up else state.caught_up_s
         if state.caught_up and state.away_since_s is not None:
             state.away_since_s = None
             self._applier.set_away(partition, "")

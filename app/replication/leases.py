@@ -132,6 +132,9 @@ class Leases:
             for number in range(partitions)
         ]
         self._wanted: dict[str, _Partition] = {}
+        self._given_up: dict[
+            str, int
+        ] = {}  # pod -> epoch that is of no use: released, a newer one is claimed
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self._counters = LeaseCounters()
@@ -149,9 +152,19 @@ class Leases:
         partition = self._wanted.pop(name, None)
         if partition is not None:
             partition.free_since_s.pop(name, None)
+            self._given_up.pop(name, None)
             self._lose(partition, name)
             self._changed()
             partition.wake.set()  # its lease is released
+
+    def give_up(self, name: str, epoch: int) -> None:
+        """This lease is released; who claims the pod next, this replica maybe, gets a newer epoch."""
+        partition = self._wanted.get(name)
+        if partition is not None and partition.held.get(name) == epoch:
+            self._given_up[name] = epoch
+            self._lose(partition, name)
+            partition.stale = True
+            partition.wake.set()
 
     # -- who holds what
 
@@ -270,6 +283,8 @@ class Leases:
             self._learn(partition, change, living, leases)
 
     def _renewed(self, partition: _Partition, asked_s: float) -> None:
+        if self._clock() >= partition.until_s:
+            self._expire(partition)  # something may have been left out since: what is held is taken anew
         partition.until_s = asked_s + self._ttl_s * (1 - MARGIN)
         if partition.expiry is not None:
             partition.expiry.cancel()
@@ -316,6 +331,8 @@ class Leases:
         for pod, lease in partition.leases.items():
             if lease.holder != self._replica or lease.asker is not None:
                 continue
+            if lease.epoch <= self._given_up.get(pod, 0):
+                continue
             if pod not in partition.held and pod in self._wanted:
                 self._counters.taken += 1
                 partition.held[pod] = lease.epoch
@@ -334,7 +351,7 @@ class Leases:
         for pod, lease in partition.leases.items():
             if lease.holder != self._replica:
                 continue
-            if pod not in self._wanted:
+            if pod not in self._wanted or lease.epoch <= self._given_up.get(pod, 0):
                 verbs.append(("release", pod))
             elif lease.asker is not None:
                 self._lose(partition, pod)

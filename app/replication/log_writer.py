@@ -19,6 +19,7 @@ from typing import Any
 from app.batches import BatchResult
 from app.errors import LogAway
 from app.events import BlockRemoved, EventBatch, Tier
+from app.owners import OwnerInfo
 from app.pods import Pod, PodSpec, SourceState
 from app.replication.applier import Applier
 from app.replication.coder import Coder, Ticket
@@ -27,6 +28,7 @@ from app.replication.entries import (
     BlocksForgotten,
     Followed,
     LeaseTaken,
+    OwnerCleared,
     PodDropped,
     PodRegistered,
     Posted,
@@ -76,7 +78,9 @@ class LogWriter:
         lora: str | None,
         digest: int | None = None,
         incomplete: bool = False,
+        owner: str | None = None,
     ) -> BatchResult:
+        self._service.owners.check(owner)
         if not self._coder.is_under_way(pod, dp_rank):
             self._service.check(pod, batch, model=model, dp_rank=dp_rank, seq=seq, digest=digest)
         elif not self._coder.is_changing(pod):
@@ -99,6 +103,7 @@ class LogWriter:
             digest=digest,
             incomplete=incomplete,
             batch=coded,
+            owner=owner,
         )
         result = await self._answer(self._put(pod, entry, ticket))
         assert isinstance(result, BatchResult)
@@ -139,6 +144,12 @@ class LogWriter:
             removed += copies
         return removed
 
+    async def clear_owner(self, name: str) -> list[OwnerInfo]:
+        self._service.owners.named(name)
+        cleared = await self._answer(self._put(name, OwnerCleared(owner=name), Ticket(name)))
+        assert isinstance(cleared, list)
+        return cleared
+
     # -- the lease of a pod's streams
 
     async def take_lease(self, pod: str, epoch: int) -> None:
@@ -148,8 +159,8 @@ class LogWriter:
         """
         await self._answer(self._put(pod, LeaseTaken(pod=pod, epoch=epoch), Ticket(pod)))
 
-    def feed(self, epoch_of: Callable[[str], int]) -> FeedWriter:
-        """For the streams that this replica follows; `epoch_of` is its lease of a pod."""
+    def feed(self, epoch_of: Callable[[str], int | None]) -> FeedWriter:
+        """For the streams that this replica follows; `epoch_of` is its lease of a pod, None where it has none."""
         return FeedWriter(self._service, self._coder, self._outbox, self._put, epoch_of)
 
     def ask_for_silence(self, pod: str, dp_rank: int) -> None:
@@ -185,7 +196,10 @@ class LogWriter:
 
 
 class FeedWriter:
-    """What app/ingest/feed.py calls, in the order of each stream; nothing waits for an answer."""
+    """What app/ingest/feed.py calls, in the order of each stream; nothing waits for an answer.
+
+    What comes without a lease is left out: whoever has it, this replica again maybe, replays it.
+    """
 
     def __init__(
         self,
@@ -193,13 +207,19 @@ class FeedWriter:
         coder: Coder,
         outbox: Outbox,
         put: Callable[..., Sending],
-        epoch_of: Callable[[str], int],
+        epoch_of: Callable[[str], int | None],
     ) -> None:
         self._service = service
         self._coder = coder
         self._outbox = outbox
         self._put = put
         self._epoch_of = epoch_of
+        self.unleased = 0  # calls left out because the lease was gone
+
+    def _epoch(self, pod: str) -> int | None:
+        epoch = self._epoch_of(pod)
+        self.unleased += epoch is None
+        return epoch
 
     @property
     def is_full(self) -> bool:
@@ -212,20 +232,27 @@ class FeedWriter:
         self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None, digest: int | None = None
     ) -> None:
         self._service.pod(pod)
+        epoch = self._epoch(pod)
+        if epoch is None:
+            return
         coded, ticket = self._coder.code(pod, dp_rank, batch)
-        entry = Followed(
-            pod=pod, dp_rank=dp_rank, seq=seq, digest=digest, epoch=self._epoch_of(pod), batch=coded
-        )
+        entry = Followed(pod=pod, dp_rank=dp_rank, seq=seq, digest=digest, epoch=epoch, batch=coded)
         self._put(pod, entry, ticket, answered=False)
 
     def reset_source(self, pod: str, dp_rank: int, *, restarted: bool) -> None:
         self._service.pod(pod)
-        entry = SourceReset(pod=pod, dp_rank=dp_rank, restarted=restarted, epoch=self._epoch_of(pod))
+        epoch = self._epoch(pod)
+        if epoch is None:
+            return
+        entry = SourceReset(pod=pod, dp_rank=dp_rank, restarted=restarted, epoch=epoch)
         self._put(pod, entry, self._coder.note_reset(pod, dp_rank), answered=False)
 
     def set_source_state(
         self, pod: str, dp_rank: int, state: SourceState, *, gaps: int = 0, replays: int = 0, cause: str = ""
     ) -> None:
+        epoch = self._epoch(pod)
+        if epoch is None:
+            return
         entry = SourceReported(
             pod=pod,
             dp_rank=dp_rank,
@@ -233,6 +260,6 @@ class FeedWriter:
             gaps=gaps,
             replays=replays,
             cause=cause,
-            epoch=self._epoch_of(pod),
+            epoch=epoch,
         )
         self._put(pod, entry, Ticket(pod), answered=False)

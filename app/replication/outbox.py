@@ -38,7 +38,8 @@ class Sending:
 @dataclasses.dataclass(slots=True)
 class _Queue:
     waiting: deque[Sending] = dataclasses.field(default_factory=deque)
-    sent: dict[int, list[Sending]] = dataclasses.field(default_factory=dict)  # by the number of the group
+    sent: dict[int, tuple[list[Sending], bytes]] = dataclasses.field(default_factory=dict)  # by number
+    again: deque[int] = dataclasses.field(default_factory=deque)  # numbers of groups to be sent once more
     number: int = 0
     arrived: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     trouble: str = ""  # why the last append failed; "" when it did not
@@ -112,7 +113,8 @@ class Outbox:
 
     def settle(self, partition: int, number: int, outcomes: Sequence[object]) -> None:
         """A group of ours has been applied; an outcome that is an exception is raised to its sender."""
-        for sending, outcome in zip(self._queues[partition].sent.pop(number, ()), outcomes, strict=False):
+        sent, _ = self._queues[partition].sent.pop(number, ([], b""))
+        for sending, outcome in zip(sent, outcomes, strict=False):
             self._leave(sending)
             if sending.answer is None or sending.answer.done():
                 continue
@@ -120,6 +122,16 @@ class Outbox:
                 sending.answer.set_exception(outcome)
             else:
                 sending.answer.set_result(outcome)
+
+    def send_again(self, partition: int, known: int = 0) -> None:
+        """What was sent may be lost. Up to the group `known`, ours are in the picture that we have now, and nobody can
+        tell any more what came of each; what is behind is sent once more, in order, before anything new."""
+        queue = self._queues[partition]
+        unknown = LogAway("it was changed, and what came of it cannot be told: the log was lost meanwhile")
+        for number in [number for number in queue.sent if number <= known]:
+            self.settle(partition, number, [unknown] * len(queue.sent[number][0]))
+        queue.again = deque(sorted(queue.sent))
+        queue.arrived.set()
 
     def _leave(self, sending: Sending) -> None:
         self.bytes -= len(sending.entry)
@@ -136,20 +148,26 @@ class Outbox:
         """Appends what is put, until it is cancelled."""
         queue = self._queues[partition]
         while True:
-            while not queue.waiting:
+            while not queue.waiting and not queue.again:
                 queue.arrived.clear()
                 await queue.arrived.wait()
+            if queue.again:
+                number = queue.again.popleft()
+                if number in queue.sent:
+                    await self._send(partition, queue, number, queue.sent[number][1])
+                continue
             group = _take_group(queue)
             queue.number += 1
-            queue.sent[queue.number] = group
             data = encode_group(self._replica, queue.number, [sending.entry for sending in group])
+            queue.sent[queue.number] = group, data
             await self._send(partition, queue, queue.number, data)
             self.counts["appended_groups"] += 1
             self.counts["appended_entries"] += len(group)
 
     async def _send(self, partition: int, queue: _Queue, number: int, data: bytes) -> None:
         failures = 0
-        while number in queue.sent:  # else it was read from the log: an answer was lost, and no more
+        # Not in `sent`: it was read from the log, an answer was lost, and no more. In `again`: its turn will come.
+        while number in queue.sent and number not in queue.again:
             try:
                 await self._append(partition, data)
             except LogAway as error:

@@ -1,7 +1,9 @@
 """The log in Redis: one stream a partition, and one key that says what log it is.
 
-    {NAMESPACE:P}:log   stream of partition P; each message has one field `g`, a group (app/replication/entries.py)
-    {NAMESPACE}:log     what every replica must agree on, and the log's own number, made with the first append
+    {NAMESPACE:P}:log:NUMBER    stream of partition P; each message has one field `g`, a group (entries.py)
+    {NAMESPACE}:log             what every replica must agree on, and the NUMBER of the log that is in force
+    {NAMESPACE}:trimmed:NUMBER  partition -> the position before which its stream may have been trimmed
+    {NAMESPACE}:candidates      who would make a new log, while there is none or what it had is lost in part
 
 The braces keep what belongs together on one node of a Redis Cluster and let partitions lie on different ones; for that
 reason no command names two streams. Only commands of Redis 6.2 are used. The client retries nothing by itself: what
@@ -29,7 +31,15 @@ from app.errors import InvalidSettings, LogAway
 BEGINNING = "0-0"  # the position before the first message
 BLOCK_S = 1.0  # how long a read waits for something new
 GROUPS_PER_READ = 64
+CANDIDATES_S = 30
 _FIELD = b"g"
+
+# KEYS the terms; ARGV those that are in force, "" for none, and those that shall be.
+_SUCCEED = """
+if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2])
+return 1
+"""
 
 
 class Terms(msgspec.Struct, frozen=True):
@@ -47,27 +57,67 @@ class RedisLog:
 
     def __init__(self, url: str, *, cluster: bool, namespace: str, timeout_s: float) -> None:
         self._namespace = namespace
+        self.number = ""  # of the log that is read and written here; "": none is known yet
         self._writer = _client(url, cluster=cluster, timeout_s=timeout_s)
         self._reader = _client(url, cluster=cluster, timeout_s=timeout_s + BLOCK_S)
+
+    @property
+    def commands(self) -> Any:
+        """The client, for what shares this Redis with the log: leases and snapshots."""
+        return self._writer
 
     async def close(self) -> None:
         with contextlib.suppress(RedisError, OSError):
             await self._writer.aclose()
             await self._reader.aclose()
 
-    async def agree(self, terms: Terms) -> Terms:
-        """The terms that are in force: these, where the log had none."""
-        key = f"{{{self._namespace}}}:log"
+    async def terms(self) -> Terms | None:
+        """Those in force; None: there is no log."""
+        key = self._shared("log")
         async with _away_is_told():
-            await self._writer.set(key, msgspec.json.encode(terms), nx=True)
             found = await self._writer.get(key)
+        if found is None:
+            return None
         try:
-            return msgspec.json.decode(found or b"", type=Terms)
+            return msgspec.json.decode(found, type=Terms)
         except msgspec.DecodeError as error:
             raise LogAway(f"the key {key} is not of this indexer: {error}") from error
 
+    async def succeed(self, before: Terms | None, terms: Terms) -> bool:
+        """These are in force from now on, if those before still were."""
+        was = b"" if before is None else msgspec.json.encode(before)
+        key = self._shared("log")
+        async with _away_is_told():
+            return bool(await self._writer.eval(_SUCCEED, 1, key, was, msgspec.json.encode(terms)))
+
+    async def remove(self, number: str, partitions: int) -> None:
+        """The streams of a log that is not in force any more."""
+        async with _away_is_told():
+            for partition in range(partitions):
+                await self._writer.unlink(f"{{{self._namespace}:{partition}}}:log:{number}")
+            await self._writer.unlink(self._shared(f"trimmed:{number}"))
+
+    # -- who makes a new one
+
+    async def stand(self, name: str, rank: bytes) -> None:
+        key = self._shared("candidates")
+        async with _away_is_told():
+            await self._writer.hset(key, name, rank)
+            await self._writer.expire(key, CANDIDATES_S)
+
+    async def candidates(self) -> dict[str, bytes]:
+        async with _away_is_told():
+            found = await self._writer.hgetall(self._shared("candidates"))
+        return {_text(name): rank for name, rank in found.items()}
+
+    async def forget_candidates(self) -> None:
+        async with _away_is_told():
+            await self._writer.unlink(self._shared("candidates"))
+
     async def append(self, partition: int, group: bytes) -> str:
         """The position of the group."""
+        if not self.number:
+            raise LogAway("the log is not known yet")
         async with _away_is_told():
             position = await self._writer.xadd(self._stream(partition), {_FIELD: group})
         return _text(position)
@@ -108,13 +158,29 @@ class RedisLog:
                 raise
         return _text(about["last-generated-id"])
 
-    async def trim(self, partition: int, before: str) -> int:
-        """Takes away what is older than this position, about; returns how many messages went."""
+    async def now_s(self) -> float:
+        """Unix time as Redis has it, which positions are made of."""
         async with _away_is_told():
-            return int(await self._writer.xtrim(self._stream(partition), minid=before, approximate=True))
+            seconds, microseconds = await self._writer.time()
+        return int(seconds) + int(microseconds) / 1e6
+
+    async def trimmed(self, partition: int) -> str:
+        """What is older than this position may be gone; the beginning where nothing is."""
+        async with _away_is_told():
+            found = await self._writer.hget(self._shared(f"trimmed:{self.number}"), str(partition))
+        return BEGINNING if found is None else _text(found)
+
+    async def trim(self, partition: int, before: str) -> int:
+        """Takes away what is older than this position; returns how many messages went. It is said first."""
+        async with _away_is_told():
+            await self._writer.hset(self._shared(f"trimmed:{self.number}"), str(partition), before)
+            return int(await self._writer.xtrim(self._stream(partition), minid=before, approximate=False))
 
     def _stream(self, partition: int) -> str:
-        return f"{{{self._namespace}:{partition}}}:log"
+        return f"{{{self._namespace}:{partition}}}:log:{self.number}"
+
+    def _shared(self, name: str) -> str:
+        return f"{{{self._namespace}}}:{name}"
 
 
 def order(position: str) -> tuple[int, int]:

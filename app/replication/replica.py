@@ -12,31 +12,47 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 import secrets
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from app.config import Settings
-from app.errors import IndexerError, LogAway
+from app.errors import IndexerError, LogAway, StoreFailed
 from app.fuzzy.fuzzy_index import FuzzyIndex
+from app.index.prefix_index import PrefixIndex
 from app.pods import PodSpec
 from app.replication.applier import Applier
 from app.replication.coder import Coder
-from app.replication.entries import VERSION
+from app.replication.entries import VERSION, partition_of
 from app.replication.follower import Follower
+from app.replication.following import Following
+from app.replication.generations import Generations
 from app.replication.log_writer import FeedWriter, LogWriter
 from app.replication.outbox import Outbox
 from app.replication.redis_log import RedisLog, Terms
 from app.service import IndexerService
+from app.snapshots.keeper import SnapshotKeeper
+from app.snapshots.redis_store import RedisStore
 
 logger = logging.getLogger(__name__)
+
+CANCEL_AGAIN_S = 0.2
+LOOK_S = 1.0  # between two looks whether another log is in force
+STORE_TIMEOUT_S = 10.0  # of one piece of a snapshot
 
 
 class Replica:
     """Of one service, from `start` on the running loop to `stop`. `writer` is how everything changes it."""
 
-    def __init__(self, settings: Settings, service: IndexerService, contents: FuzzyIndex | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        service: IndexerService,
+        index: PrefixIndex,
+        contents: FuzzyIndex | None,
+    ) -> None:
         assert settings.redis_url is not None, "there is no replica without a log"
         self.name = settings.replica_id or f"{socket.gethostname()}-{os.getpid()}"
         # Another process of the same name must not be taken for this one: its numbers begin anew.
@@ -59,13 +75,42 @@ class Replica:
         )
         self.applier = Applier(service, incarnation, partitions, settle=self._outbox.settle)
         terms = Terms(
-            log=secrets.token_hex(12),
+            log="",
             version=VERSION,
             partitions=partitions,
             fuzzy=settings.fuzzy,
             count_copies=settings.count_copies,
         )
-        self._follower = Follower(self.log, self.applier, terms)
+        store = RedisStore(
+            self.log.commands,
+            tag=f"{{{settings.redis_namespace}}}:snapshot",
+            timeout_s=max(settings.redis_timeout_s, STORE_TIMEOUT_S),
+        )
+        self.keeper = SnapshotKeeper(
+            service,
+            index,
+            store,
+            configured=frozenset(),
+            interval_s=settings.snapshot_interval_s,
+            place=self.applier.place,
+        )
+        self._generations = Generations(
+            self.log,
+            terms,
+            service,
+            self.applier,
+            self._outbox,
+            replica=incarnation,
+            keeper=self.keeper,
+            store=store,
+            keep_s=settings.redis_keep_s,
+            interval_s=settings.snapshot_interval_s,
+        )
+        self._follower = Follower(
+            self.log, self.applier, self._generations, partitions=partitions, keep_s=settings.redis_keep_s
+        )
+        self._generations.interrupt = self._follower.interrupt
+        self._snapshot_interval_s = settings.snapshot_interval_s
         self._coder = coder
         self._service = service
         self.writer = LogWriter(
@@ -77,6 +122,15 @@ class Replica:
             answer_timeout_s=settings.redis_answer_timeout_s,
         )
         self._partitions = partitions
+        self.following = Following(
+            self.log.commands,
+            self.writer,
+            partitions=partitions,
+            partition_of=lambda pod: partition_of(pod, partitions),
+            key_of=lambda number, name: f"{{{settings.redis_namespace}:{number}}}:{name}",
+            ttl_s=settings.redis_lease_ttl_s,
+        )
+        self._feed = self.writer.feed(self.following.leases.epoch)
         self._tasks: list[asyncio.Task[None]] = []
         self._unregistered: list[PodSpec] = []
         service.ask_before_silence(self.writer.ask_for_silence)
@@ -90,19 +144,24 @@ class Replica:
             self._spawn(self._follower.run(partition), f"log-read-{partition}")
             self._spawn(self._outbox.run(partition), f"log-append-{partition}")
         self._spawn(self._register(), "log-pods")
+        self._spawn(self._follow(), "log-follow")
+        self._spawn(self._look(), "log-look")
+        self._spawn(self._keep(), "log-snapshots")
 
     async def stop(self, grace_s: float) -> None:
-        """Waits for what was accepted to be in the log, `grace_s` at the most, and leaves Redis."""
+        """Waits for what was accepted to be in the log, `grace_s` at the most, and leaves Redis. The leases have been
+        given up before (`following`)."""
         try:
             async with asyncio.timeout(grace_s):
                 await self._outbox.drained()
         except TimeoutError:
             logger.error("%d entries never reached the log: it is away", self._outbox.entries)
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        pending = set(self._tasks)
+        while pending:
+            # Again and again: Python 3.11 can lose a cancellation in asyncio.wait_for, which the client waits with.
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
         self._tasks.clear()
         await self.log.close()
 
@@ -130,11 +189,32 @@ class Replica:
                 logger.error("pod %s of the configuration is not registered: %s", spec.name, error)
             self._unregistered.pop(0)
 
+    async def _follow(self) -> None:
+        """A replica that does not know the pods yet would hold leases and do nothing with them."""
+        await self._follower.caught_up_once()
+        self.following.start()
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            with contextlib.suppress(LogAway):  # the readers say so
+                await self._generations.look()
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(self._snapshot_interval_s * random.uniform(0.9, 1.1))
+            try:
+                await self._generations.save(lambda: self._follower.is_caught_up)
+            except (LogAway, StoreFailed) as error:
+                logger.warning("no snapshot: %s", error)
+            except Exception:  # the outermost loop of this task: it must outlive a fault of ours, and say so
+                logger.exception("a snapshot failed")
+
     # -- for whoever follows streams under leases
 
-    def feed(self, epoch_of: Callable[[str], int]) -> FeedWriter:
-        """The writer of a ZmqIngest; `epoch_of` is this replica's lease of a pod."""
-        return self.writer.feed(epoch_of)
+    def feed(self) -> FeedWriter:
+        """The writer of a ZmqIngest, under the leases of this replica."""
+        return self._feed
 
     def is_blocked(self) -> bool:
         """The outbox has no room for what is followed; `on_room` is told when it has again."""
@@ -169,7 +249,7 @@ class Replica:
             "trouble": self._follower.trouble or self._outbox.trouble,
             "outbox_entries": self._outbox.entries,
             "outbox_bytes": self._outbox.bytes,
-            "leases": len(state.epochs),
+            "leases": self.following.leases.held(),
             **self.counters(),
         }
 
@@ -186,7 +266,9 @@ class Replica:
         return {
             **self._outbox.counts,
             **self._follower.counts,
+            **self._generations.counts,
             **self.applier.counts,
+            "unleased_entries": self._feed.unleased,
             "hashed_blocks": self._coder.hashed_blocks,
             "raw_blocks": self._coder.raw_blocks,
         }

@@ -22,7 +22,7 @@ import msgspec
 from app.errors import SnapshotRefused, StoreFailed
 from app.index.prefix_index import PrefixIndex
 from app.pods import PodSpec
-from app.saved_state import Adoption
+from app.saved_state import Adoption, SavedState
 from app.service import IndexerService
 from app.snapshots.store import SnapshotSource, SnapshotStore
 
@@ -34,7 +34,7 @@ CHANGE_ROUNDS_MAX = 10_000  # then the rest is written at one go: changes come f
 
 
 class SnapshotKeeper:
-    """Of one service and its index. `wall` gives Unix time, `positions` how far a log has been applied now."""
+    """Of one service and its index. `wall` gives Unix time, `place` adds where a log has been applied to."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class SnapshotKeeper:
         configured: frozenset[str],
         interval_s: float,
         wall: Callable[[], float] = time.time,
-        positions: Callable[[], dict[int, str]] = dict,
+        place: Callable[[SavedState], SavedState] = lambda state: state,
     ) -> None:
         self._service = service
         self._index = index
         self._store = store
-        self._positions = positions
+        self._place = place
         self._configured = configured
         self._interval_s = interval_s
         self._wall = wall
@@ -81,10 +81,32 @@ class SnapshotKeeper:
             return await self._restore(source)
         return ()
 
+    async def load(
+        self, log: str, *, empty: Callable[[], None], adopted: Callable[[], None]
+    ) -> SavedState | None:
+        """Takes the newest whole one of this log, if any, in place of what is held: `empty` makes room for it, `adopted`
+        is called when its pods are registered. Raises StoreFailed, and SnapshotRefused when it changed meanwhile."""
+        for name in await self._store.names():
+            try:
+                source = await self._store.open(name)
+            except SnapshotRefused as error:
+                self._counts["refused"] += 1
+                logger.error("snapshot refused: %s", error)
+                continue
+            if source.state.log != log:
+                continue
+            empty()
+            began_s = time.monotonic()
+            adoption = self._service.adopt(source.state, configured=self._configured, at_s=self._wall())
+            adopted()
+            await self._read_frames(source, adoption)
+            self._tell(source, adoption, began_s)
+            return source.state
+        return None
+
     async def _restore(self, source: SnapshotSource) -> tuple[PodSpec, ...]:
         began_s = time.monotonic()
-        state = source.state
-        adoption = self._service.adopt(state, configured=self._configured, at_s=self._wall())
+        adoption = self._service.adopt(source.state, configured=self._configured, at_s=self._wall())
         try:
             await self._read_frames(source, adoption)
         except SnapshotRefused as error:  # it was whole a moment ago: what came of it is half a picture
@@ -93,6 +115,11 @@ class SnapshotKeeper:
             for pod in self._service.pods.values():
                 for dp_rank in pod.sources:
                     self._service.reset_source(pod.spec.name, dp_rank, restarted=False)
+        self._tell(source, adoption, began_s)
+        return adoption.specs
+
+    def _tell(self, source: SnapshotSource, adoption: Adoption, began_s: float) -> None:
+        state = source.state
         blocks = self._figures["restored_blocks"] = sum(slot.blocks for slot in self._index.slots())
         digest = self._service.stats()["digest"]
         logger.info(
@@ -106,7 +133,6 @@ class SnapshotKeeper:
             state.digest,
             adoption.left_out,
         )
-        return adoption.specs
 
     async def _read_frames(self, source: SnapshotSource, adoption: Adoption) -> None:
         shingle = self._index.shingle
@@ -165,11 +191,11 @@ class SnapshotKeeper:
                 self._counts["failed"] += 1
                 logger.exception("a snapshot failed")
 
-    async def save(self) -> bool:
+    async def save(self, place: Callable[[SavedState], SavedState] | None = None) -> bool:
         """False when it failed, which is logged and counted, or when another replica is at it."""
         began_s = time.monotonic()
         try:
-            size = await self._save()
+            size = await self._save(place)
         except StoreFailed as error:
             self._counts["failed"] += 1
             logger.error("no snapshot: %s", error)
@@ -182,7 +208,7 @@ class SnapshotKeeper:
         logger.info("snapshot: %d bytes in %.2f s", size, time.monotonic() - began_s)
         return True
 
-    async def _save(self) -> int | None:
+    async def _save(self, place: Callable[[SavedState], SavedState] | None) -> int | None:
         sink = await self._store.begin()
         if sink is None:
             return None
@@ -219,7 +245,7 @@ class SnapshotKeeper:
                         "blocks change faster than they are written: fuzzy matches are not in this snapshot"
                     )
             state = self._service.describe(configured=self._configured, at_s=self._wall())
-            state = msgspec.structs.replace(state, shingle=shingle, positions=self._positions())
+            state = (place or self._place)(msgspec.structs.replace(state, shingle=shingle))
             for frame in frames:
                 await sink.add(frame)
             return await sink.finish(state)

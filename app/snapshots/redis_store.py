@@ -78,6 +78,7 @@ class Placed(msgspec.Struct, frozen=True):
     at_s: float
     digest: str
     positions: dict[int, str]
+    log: str = ""
 
 
 class Commands(Protocol):
@@ -163,7 +164,7 @@ class RedisSink:
             await self._send()
         store = self._store
         size = self._size
-        placed = Placed(self._token, self._pieces, size, state.at_s, state.digest, state.positions)
+        placed = Placed(self._token, self._pieces, size, state.at_s, state.digest, state.positions, state.log)
         keys = [store.key(name) for name in ("lock", "newest", "previous")]
         keys += [store.key(self._token, number) for number in range(self._pieces)]
         arguments = (self._token, msgspec.json.encode(placed), READING_S, store.tag)

@@ -6,8 +6,8 @@ Every test that uses it runs twice: with the short way in front of the framework
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import httpx
@@ -16,6 +16,8 @@ import pytest
 from app.config import Settings, load_settings
 from app.main import Application, create_app
 from app.service import IndexerService
+
+Result = TypeVar("Result")
 
 
 class Clock:
@@ -38,7 +40,7 @@ class Indexer:
         self._runner = asyncio.Runner()
         self._lifespan = self.app.router.lifespan_context(self.app)
         self._runner.run(self._lifespan.__aenter__())
-        self._client = httpx.AsyncClient(
+        self.client = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://indexer"
         )
 
@@ -48,8 +50,12 @@ class Indexer:
         assert isinstance(service, IndexerService)
         return service
 
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Where several requests are under way at once."""
+        return self._runner.run(work)
+
     def request(self, method: str, path: str, **options: Any) -> httpx.Response:
-        return self._runner.run(self._client.request(method, path, **options))
+        return self._runner.run(self.client.request(method, path, **options))
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         return self.request("GET", path, **options)
@@ -105,7 +111,7 @@ class Indexer:
         return stats["index"], stats["contexts"], stats["sources"], self.get("/v1/pods").json()
 
     def close(self) -> None:
-        self._runner.run(self._client.aclose())
+        self._runner.run(self.client.aclose())
         self._runner.run(self._lifespan.__aexit__(None, None, None))
         self._runner.close()
 

@@ -47,6 +47,8 @@ def test_every_route_is_described(document: dict[str, Any]) -> None:
         ("put", "/v1/pods/{pod}"),
         ("delete", "/v1/pods/{pod}"),
         ("delete", "/v1/pods/{pod}/blocks"),
+        ("get", "/v1/owners"),
+        ("delete", "/v1/owners/{owner}"),
         ("get", "/v1/stats"),
         ("get", "/v1/dump"),
         ("get", "/v1/live"),

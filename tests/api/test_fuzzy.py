@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import array
+import asyncio
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,6 +61,7 @@ def test_a_block_is_found_behind_another_prefix(indexer: Indexer) -> None:
                     {
                         "pod": "pod-a",
                         "dp_rank": 0,
+                        "owners": [],
                         "cached_block_hash": hash_of(A, B),
                         "hamming_distance": 0,
                         "confidence": 1.0,
@@ -77,6 +80,7 @@ def test_a_block_is_found_behind_another_prefix(indexer: Indexer) -> None:
                 "mean_confidence": 1.0,
             }
         ],
+        "owners": [],
         "shared_prefix_hash": f"{hash_of(C):016x}",
     }
 
@@ -221,3 +225,42 @@ def test_candidates_are_bounded_and_counted(make_indexer: Callable[..., Indexer]
     assert "kvindexer_fuzzy_queries_total 1.0" in said
     assert "kvindexer_fuzzy_blocks 8.0" in said
     assert "kvindexer_fuzzy_reusable_tokens_total 16.0" in said
+
+
+def test_others_have_their_turn_while_a_fuzzy_match_runs(indexer: Indexer) -> None:
+    """A match that is asked for behind it is answered before it, and sees what was stored in between."""
+    chance = random.Random(1)
+    hold(indexer, [1], A)
+    prompt = [chance.randrange(1_000) for _ in range(8_000)]
+    body = {"model": "m", "token_ids": [*prompt, *A], "mode": "sliding"}
+
+    async def both() -> tuple[bool, int, dict[str, Any]]:
+        fuzzy = asyncio.create_task(indexer.client.post("/v1/fuzzy-match", json=body))
+        for _ in range(1_000):
+            if indexer.service.fuzzy.gauges()["asked"]:
+                break
+            await asyncio.sleep(0)
+        event = stored([1, 2], A + B, block_size=16)
+        await indexer.client.post("/v1/events", json={"pod": "pod-b", "model": "m", "events": [event]})
+        match = await indexer.client.post("/v1/match", json={"model": "m", "token_ids": A + B})
+        return fuzzy.done(), len(match.json()["matches"]), (await fuzzy).json()
+
+    was_done, matches, answer = indexer.run(both())
+    assert (was_done, matches) == (False, 2)
+    assert answer["blocks"][-1]["token_offset"] == 8_000
+    assert "pod-a" in [match["pod"] for match in answer["blocks"][-1]["matches"]]
+    assert indexer.service.fuzzy.gauges()["asked"] == 0
+
+
+def test_questions_wait_in_a_line_of_bounded_length(make_indexer: Callable[..., Indexer]) -> None:
+    indexer = make_indexer(fuzzy_queue_max=2)
+    hold(indexer, [1], A)
+    body = {"model": "m", "token_ids": A * 200, "mode": "sliding"}
+
+    async def three() -> list[int]:
+        asked = [indexer.client.post("/v1/fuzzy-match", json=body) for _ in range(3)]
+        return [response.status_code for response in await asyncio.gather(*asked)]
+
+    assert sorted(indexer.run(three())) == [200, 200, 503]
+    assert "kvindexer_fuzzy_refused_total 1.0" in indexer.get("/metrics").text
+    assert ask(indexer, A)["blocks"]

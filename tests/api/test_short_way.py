@@ -214,6 +214,7 @@ posts = fields(
         "seq": st.one_of(st.integers(0, 6), numbers, odd),
         "ts": st.one_of(st.floats(), odd),
         "lora": names,
+        "owner": st.one_of(st.just("agent1"), names),
     },
 )
 plain_posts = st.builds(
@@ -247,7 +248,8 @@ queries = st.lists(
     st.sampled_from(
         [
             "model=m", "pod=pod-a", "pod=pod-b", "seq=1", "seq=7", "dp_rank=1", "pods=pod-a", "hashes=true",
-            "block_size=4", "lora=", "lora=a", "model=%6d", "cache_salt=s", "include_hashes=1", "ts=2", "x=1", "seq=-1",
+            "block_size=4", "lora=", "lora=a", "owner=a:b", "model=%6d", "cache_salt=s", "include_hashes=1", "ts=2",
+            "x=1", "seq=-1",
         ]
     ),
     max_size=4,

@@ -97,6 +97,22 @@ def test_fuzzy(url: str) -> None:
     assert "exact" in table
 
 
+def test_owners(url: str) -> None:
+    event = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1, 2, 3, 4], "block_size": 4}
+    body = {"pod": "pod-a", "model": "m", "owner": "agent1:system", "events": [event]}
+    assert httpx.post(f"{url}/v1/events", json=body).status_code == 200
+    expected = {"owners": [{"owner": "agent1:system", "blocks": 1}]}
+    assert document(url, "owners", "list") == expected
+    assert "agent1:system" in done(url, "owners", "list")
+    assert "agent1:system" in done(url, "fuzzy", "-m", "m", "-t", "1,2,3,4")
+    assert document(url, "fuzzy", "-m", "m", "-t", "1,2,3,4", "--exclude", "agent1")["blocks"] == []
+    assert document(url, "owners", "clear", "agent1") == expected
+    assert document(url, "owners", "list") == {"owners": []}
+    code, out, err = finished("owners", "clear", "agent1", KVINDEXER_URL=url)
+    assert (code, out) == (1, "")
+    assert "no owner named" in err
+
+
 def test_hash_is_that_of_the_indexer(url: str) -> None:
     options = ["-m", "m", "--block-size", "4", "-t", TOKENS]
     for more in ([], ["--lora", "tuned"], ["--cache-salt", "s"]):

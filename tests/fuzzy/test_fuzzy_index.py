@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import struct
 from array import array
 from collections.abc import Set
 
@@ -10,8 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from app import _native
 from app.errors import InvalidInput
-from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits, Window
+from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits, Window, finish
 from tests.fuzzy.reference import ReferenceIndex
 
 CONTEXT = 7
@@ -97,7 +99,7 @@ def test_finds_everything_within_the_distance_among_edited_blocks(max_distance: 
     pair.check_grid(list(originals[0]), max_distance)
 
 
-@pytest.mark.parametrize("scans", [0, 1, 2])
+@pytest.mark.parametrize("scans", [0, 1, 2, 3])
 @pytest.mark.parametrize("queries", [1, 63, 64, 200])
 def test_few_and_many_windows_are_answered_alike_by_every_scan(queries: int, scans: int) -> None:
     chance = random.Random(queries)
@@ -356,3 +358,61 @@ def test_input_that_does_not_fit_is_refused() -> None:
     with pytest.raises(InvalidInput, match="63 bytes are not whole"):
         index.grid(1, bytes(63), 8, everything)
     assert index.store(1, bytes(8), bytes(64)) == 0, "prefix hash 0 is refused"
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("queries", [20, 120])
+def test_what_is_there_all_the_while_is_found_though_the_index_changes(queries: int, seed: int) -> None:
+    """Asked in the smallest slices. Between them blocks come and go, so that tables grow and records move."""
+    chance = random.Random(seed)
+    pair = Pair()
+    originals = [random_block(chance) for _ in range(60)]
+    # Few contents behind many prefixes, so that records are inherited; below the first growth, and far above it.
+    contents = [edited(block, chance.randrange(3), chance) for block in originals for _ in range(8)]
+    held = {p: chance.choice(contents) for p in random_hashes(600, chance)}
+    held |= {p: random_block(chance) for p in random_hashes(2_300, chance)}
+    pair.store(held)
+    prompt = [edited(chance.choice(originals), chance.randrange(2), chance) for _ in range(queries)]
+    tokens = array("I", itertools.chain.from_iterable(prompt)).tobytes()
+    offsets = array("I", range(0, BLOCK * queries, BLOCK)).tobytes()
+    query = _native.NearQuery(pair.index.core, CONTEXT, tokens, offsets, 8, 100_000)
+    throughout, ever = set(held), dict(held)
+    slices = 0
+    while not query.step(1):
+        slices += 1
+        gone = chance.sample(sorted(pair.reference.blocks), 40)
+        pair.remove(gone)
+        new = {
+            p: chance.choice([chance.choice(contents), random_block(chance)])
+            for p in random_hashes(60, chance)
+        }
+        new |= {p: ever[p] for p in chance.sample(gone, 5)}  # what went comes back
+        pair.store(new)
+        throughout -= set(gone)
+        ever |= new
+    assert slices >= (100 if queries > 64 else 2)
+    found: dict[int, dict[int, tuple[int, bool]]] = {}
+    done = False
+    while not done:
+        rows, done = query.take(1)
+        for offset, distance, exact, prefix_hash in struct.iter_unpack("<IHHQ", rows):
+            of_window = found.setdefault(offset // BLOCK, {})
+            assert prefix_hash not in of_window, "a block is found once"
+            of_window[prefix_hash] = (distance, bool(exact))
+    now = pair.reference.blocks.keys()
+    for window, block in enumerate(prompt):
+        here = found.get(window, {})
+        all_near = {m.prefix_hash: (m.distance, m.exact) for m in pair.reference.matches(block, 8, now)}
+        assert here.keys() <= all_near.keys(), "only what is there when it is taken"
+        assert all(all_near[prefix_hash] == match for prefix_hash, match in here.items())
+        assert all_near.keys() & throughout <= here.keys()
+
+
+def test_a_context_that_goes_meanwhile_ends_the_question() -> None:
+    pair = Pair()
+    pair.store({1: tuple(range(BLOCK))})
+    tokens = array("I", range(BLOCK)).tobytes()
+    slices = pair.index.sliding_slices(CONTEXT, tokens, 8, everything)
+    next(slices)
+    pair.index.drop_context(CONTEXT)
+    assert finish(slices) == []

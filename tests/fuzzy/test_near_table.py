@@ -42,15 +42,10 @@ def expected(stored: list[int], queries: list[int], max_distance: int) -> list[t
     return sorted(hits)
 
 
-@pytest.mark.parametrize("bits", [6, 7, 11, 15, 20])
-@pytest.mark.parametrize("queries_count", [1, 80])
-def test_every_split_of_the_distance_over_the_chunks_is_found(bits: int, queries_count: int) -> None:
-    """Flips in the leading bits of the chunks, which are the ones that choose buckets."""
-    chance = random.Random(bits)
-    table = _native.NearTable(bits)
-    queries = [chance.getrandbits(64) for _ in range(queries_count)]
+def adversaries(queries: list[int], bits: int, chance: random.Random) -> list[int]:
+    """Every split of the distance over the chunks, in their leading bits, which are the ones that choose buckets."""
     stored = []
-    for query in queries[:4]:
+    for query in queries:
         for distance in range(11):
             for split in splits(distance):
                 simhash = query
@@ -61,13 +56,48 @@ def test_every_split_of_the_distance_over_the_chunks_is_found(bits: int, queries
                     else:
                         simhash = flip(simhash, first, width, count, chance)
                 stored.append(simhash)
+    return stored
+
+
+@pytest.mark.parametrize("bits", [6, 7, 11, 15, 20])
+@pytest.mark.parametrize("queries_count", [1, 80])
+def test_every_split_of_the_distance_over_the_chunks_is_found(bits: int, queries_count: int) -> None:
+    chance = random.Random(bits)
+    table = _native.NearTable(bits)
+    queries = [chance.getrandbits(64) for _ in range(queries_count)]
+    stored = adversaries(queries[:4], bits, chance)
     table.insert(array("Q", stored).tobytes())
     for max_distance in range(9):
         hits = found(table, queries, max_distance)
         assert hits == expected(stored, queries, max_distance), f"within {max_distance}, each once"
 
 
-@pytest.mark.parametrize("scans", [0, 1, 2])
+@pytest.mark.parametrize("bits", [6, 9, 10, 12, 13, 15, 16, 18, 19])
+@pytest.mark.parametrize("queries_count", [3, 80])
+def test_nothing_is_lost_or_doubled_while_buckets_are_split(bits: int, queries_count: int) -> None:
+    """Before, in the middle of and behind a growth by one bit, and of the next: words get other bits at 11, 14, 17."""
+    chance = random.Random(bits)
+    table = _native.NearTable(bits)
+    queries = [chance.getrandbits(64) for _ in range(queries_count)]
+    stored = adversaries(queries[:2], bits, chance) + [queries[0]] * 20
+    stored += [chance.getrandbits(64) for _ in range(3_000)]
+    table.insert(array("Q", stored).tobytes())
+    ends = sorted({simhash >> (64 - bits) for simhash in stored[:3]})
+    for step in [1, *(end + 1 for end in ends), 1 << (bits - 1), 1 << bits, 1 << (bits - 1)]:
+        if bits == 19 and step == 1 << (bits - 1) and table.split(0)[0] == 20:
+            break
+        now_bits, frontier = table.split(max(0, step - table.split(0)[1]))
+        assert now_bits in (bits, bits + 1)
+        assert frontier < 1 << now_bits
+        more = [chance.getrandbits(64) for _ in range(50)] + [flip(queries[1], 0, 64, 7, chance)]
+        table.insert(array("Q", more).tobytes())
+        stored += more
+        for max_distance in (0, 5, 8):
+            hits = found(table, queries, max_distance)
+            assert hits == expected(stored, queries, max_distance), (step, now_bits, frontier)
+
+
+@pytest.mark.parametrize("scans", [0, 1, 2, 3])
 def test_equal_simhashes_and_shared_chunks_are_found_once_each(scans: int) -> None:
     """Crowds: the same SimHash, the same chunk A with any B and C, the same B with any other."""
     chance = random.Random(3)

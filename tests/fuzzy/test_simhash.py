@@ -1,10 +1,13 @@
 """The native SimHash against its plain twin, and the vectors that docs/fuzzy-match.md promises."""
 
+import random
 import re
+import struct
 from array import array
 from pathlib import Path
 
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,3 +67,22 @@ def _tokens(expression: str) -> list[int]:
     if match := re.fullmatch(r"(\d+) x (\d+)", expression):
         return [int(match[1])] * int(match[2])
     return [int(token) for token in expression.split(", ")]
+
+
+@pytest.mark.parametrize(("block_size", "shingle"), [(16, 1), (16, 2), (8, 1)])
+@pytest.mark.parametrize("blocks", [0, 1, 7, 8, 9, 63])
+def test_blocks_are_hashed_together_as_one_by_one(blocks: int, block_size: int, shingle: int) -> None:
+    chance = random.Random(blocks)
+    ends = [0, 1, 2**31, 2**32 - 1]
+    tokens = [
+        [chance.choice([chance.choice(ends), chance.randrange(2**32)]) for _ in range(block_size)]
+        for _ in range(blocks)
+    ]
+    packed = [struct.pack(f"<{block_size}I", *block) for block in tokens]
+    expected = [
+        value
+        for block, content in zip(tokens, packed, strict=True)
+        for value in (simhash(block, shingle), xxhash.xxh64_intdigest(content))
+    ]
+    found = _native.content_hashes(b"".join(packed), block_size, shingle)
+    assert list(struct.unpack(f"<{2 * blocks}Q", found)) == expected

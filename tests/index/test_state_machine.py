@@ -5,6 +5,8 @@ steps come back to something that was stored before. Engine hashes are small num
 permutes, so that one hash means different content on different sources, and on one source after a clear. Time
 moves by the ttl, one tick less or more, one tick, or none.
 
+Steps store in turn for nobody and for one of two owners.
+
 A fuzzy index hangs on the native one, and must have its plain blocks after every sweep, and after every step those of
 them that somebody holds.
 
@@ -119,12 +121,21 @@ class SideBySide(RuleBasedStateMachine):
             orphan_blocks_max=orphan_blocks_max,
             speculative_blocks_max=speculative_blocks_max,
         )
-        self.oracle = ReferenceIndex(self.limits)
+        self.oracle = ReferenceIndex(self.limits, has_owners=True)
         self.contents = FuzzyIndex(FuzzyLimits())
         self.native = PrefixIndex(self.limits, self.contents)
         self.folded_names = 0 if ttl else folded_names
         self.count_copies = count_copies
         self.sources = [Twin(self.oracle.add_source(), self.native.add_source(), seed) for seed in seeds]
+        self.owners = [Twin(0, 0), self.new_owner(), self.new_owner()]
+
+    def new_owner(self) -> Twin:
+        return Twin(self.oracle.add_owner(), self.native.add_owner())
+
+    @property
+    def owner(self) -> Twin:
+        """For whom this step stores."""
+        return self.owners[self.steps % len(self.owners)]
 
     # -- events
 
@@ -226,9 +237,9 @@ class SideBySide(RuleBasedStateMachine):
             "count_copies": self.count_copies,
         }
         source = self.sources[blocks.spot]
-        assert self.native.store(source.native, twin.native, **more) == self.oracle.store(
-            source.oracle, twin.oracle, **more
-        )
+        assert self.native.store(
+            source.native, twin.native, **more, owner=self.owner.native
+        ) == self.oracle.store(source.oracle, twin.oracle, **more, owner=self.owner.oracle)
         self.remember(blocks)
 
     @precondition(lambda self: self.stored)
@@ -257,8 +268,8 @@ class SideBySide(RuleBasedStateMachine):
         source = self.sources[blocks.spot]
         self.tokens_were_hidden = True
         assert self.native.store_prefixes(
-            source.native, twin.native, **more_fields
-        ) == self.oracle.store_prefixes(source.oracle, twin.oracle, **more_fields)
+            source.native, twin.native, **more_fields, owner=self.owner.native
+        ) == self.oracle.store_prefixes(source.oracle, twin.oracle, **more_fields, owner=self.owner.oracle)
         self.remember(blocks)
 
     @precondition(lambda self: self.stored)
@@ -335,7 +346,9 @@ class SideBySide(RuleBasedStateMachine):
             "count_copies": self.count_copies,
         }
         source = self.sources[known.spot]
-        assert self.native.place(source.native, **more) == self.oracle.place(source.oracle, **more)
+        assert self.native.place(source.native, **more, owner=self.owner.native) == self.oracle.place(
+            source.oracle, **more, owner=self.owner.oracle
+        )
         self.remember(dataclasses.replace(known, tier=tier, group=group, start=0))
 
     @precondition(lambda self: self.stored)
@@ -476,6 +489,13 @@ class SideBySide(RuleBasedStateMachine):
             for source, context, *rest in all_names(self.oracle, self.now, names_max)
         )
 
+    @rule(which=st.integers(1, 2))
+    def clear_owner(self, which: int) -> None:
+        gone = self.owners[which]
+        self.oracle.clear_owner(gone.oracle)
+        self.native.clear_owner(gone.native)
+        self.owners[which] = self.new_owner()
+
     # -- time
 
     @rule(visits=st.sampled_from([1, 2, 7, 40]), wait=waits)
@@ -492,9 +512,12 @@ class SideBySide(RuleBasedStateMachine):
             assert self.native.blocks_by_tier(source.native) == self.oracle.blocks_by_tier(source.oracle)
             assert self.native.orphan_blocks(source.native) == self.oracle.orphan_blocks(source.oracle)
         assert held_digests(self.native) == held_digests(self.oracle)
+        claims, expected = self.native.owner_claims(), self.oracle.owner_claims()
+        assert [claims[o.native] for o in self.owners[1:]] == [expected[o.oracle] for o in self.owners[1:]]
+        assert len(claims) == len(expected) == 2
         self.same_contents(swept=True)
         native, oracle = self.native.stats(), self.oracle.stats()
-        for name in ("contexts", "prefixes", "copies", "orphan_blocks", "speculative_blocks"):
+        for name in ("contexts", "prefixes", "copies", "orphan_blocks", "speculative_blocks", "claims"):
             assert getattr(native, name) == getattr(oracle, name), name
         for name in ("contexts_evicted", "orphans_dropped", "speculative_refused"):
             assert getattr(native, name) == getattr(oracle, name), name
@@ -510,7 +533,7 @@ class SideBySide(RuleBasedStateMachine):
         stats = self.native.stats()
         left = (stats.prefixes, stats.engine_keys, stats.copies, stats.holder_sets)
         assert left == (0, 0, 0, 0)
-        assert (stats.orphan_blocks, stats.speculative_blocks) == (0, 0)
+        assert (stats.orphan_blocks, stats.speculative_blocks, stats.claims) == (0, 0, 0)
         assert all(not self.contents.prefix_hashes(info.id) for info in self.native.contexts())
         self.sources = [
             Twin(self.oracle.add_source(), self.native.add_source(), s.seed) for s in self.sources
@@ -524,6 +547,8 @@ class SideBySide(RuleBasedStateMachine):
         self.steps += 1
         spots_of = {source.native: spot for spot, source in enumerate(self.sources)}
         spots_of_oracle = {source.oracle: spot for spot, source in enumerate(self.sources)}
+        owner_at = {owner.native: at for at, owner in enumerate(self.owners)}
+        owner_at_oracle = {owner.oracle: at for at, owner in enumerate(self.owners)}
         for context, key in enumerate(CONTEXTS):
             twin = self.known_context(context)
             if twin is None:
@@ -533,6 +558,12 @@ class SideBySide(RuleBasedStateMachine):
                 here = [(spots_of[s], t, g) for s, t, g in self.native.holders(twin.native, prefix, self.now)]
                 there = self.oracle.holders(twin.oracle, prefix, self.now)
                 assert sorted(here) == sorted((spots_of_oracle[s], t, g) for s, t, g in there)
+                asked = struct.pack("<Q", prefix)
+                claimed = self.native.holdings(twin.native, asked, self.now)
+                assert sorted((spots_of[h.source], owner_at[h.owner]) for h in claimed) == sorted(
+                    (spots_of_oracle[h.source], owner_at_oracle[h.owner])
+                    for h in self.oracle.holdings(twin.oracle, asked, self.now)
+                )
         self.same_names()
         self.same_contents(swept=False)
         assert [(spots_of[s], n) for s, n in self.drops(self.native)] == [

@@ -48,6 +48,7 @@ def try_post(http: httpx.Client, pod: str, *events: dict[str, Any], **more: Any)
 
 def test_redis_is_killed_and_comes_back_with_its_data(keeping_server: RedisServer) -> None:
     with replicas(keeping_server.url, 2, **HASTY) as (one, other):
+        wait_until(lambda: is_ready(one) and is_ready(other), "both read the log")
         post(one, "a", stored([1, 2]), seq=0)
         wait_until(lambda: agree([one, other]), "quiet")
         keeping_server.kill()

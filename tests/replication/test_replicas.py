@@ -140,6 +140,28 @@ def test_every_way_to_change_something(redis_server: RedisServer) -> None:
         wait_until(lambda: len(other.get("/workers").json()) == 2, "and gone everywhere")
 
 
+def owners(http: httpx.Client) -> dict[str, int]:
+    return {row["owner"]: row["blocks"] for row in http.get("/v1/owners").json()["owners"]}
+
+
+def test_owners_are_known_everywhere(redis_server: RedisServer) -> None:
+    with replicas(redis_server.url, 2) as (one, other):
+        wait_until(lambda: is_ready(one) and is_ready(other), "both are ready with an empty log")
+        post(one, "a", stored([1, 2]), owner="agent1:system")
+        post(other, "b", stored([1]), owner="agent2")
+        wait_until(lambda: agree([one, other]), "quiet")
+        asked = {"model": "m", "token_ids": [1] * 4 + [2] * 4, "exclude": ["agent1"]}
+        for http in (one, other):
+            assert owners(http) == {"agent1:system": 2, "agent2": 1}
+            [block] = http.post("/v1/fuzzy-match", json=asked).json()["blocks"]
+            assert [(match["pod"], match["owners"]) for match in block["matches"]] == [("b", ["agent2"])]
+        assert other.delete("/v1/owners/agent1").json() == {
+            "owners": [{"owner": "agent1:system", "blocks": 2}]
+        }
+        wait_until(lambda: owners(one) == owners(other) == {"agent2": 1}, "cleared everywhere")
+        assert one.delete("/v1/owners/agent1").status_code == 404
+
+
 def test_what_is_refused_is_not_logged(redis_server: RedisServer) -> None:
     with replicas(redis_server.url, 1) as (one,):
         post(one, "a", stored([1]))

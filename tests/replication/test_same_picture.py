@@ -32,6 +32,7 @@ from app.events import (
 )
 from app.fuzzy.answer import FuzzyAnswer
 from app.pods import PodSpec, Source, SourceState
+from app.replication.applier import NOT_HELD
 from app.service import FuzzyQuery, IndexerService, MatchQuery
 from tests.replication.replicas import Fleet, Lone
 
@@ -308,6 +309,8 @@ async def play(seed: int, *, steps: int, flight_max: int) -> None:
         lone = Lone(fleet.settings, fleet.clock)
         begin = PodSpec(FOLLOWED, "m", zmq_endpoint="tcp://127.0.0.1:1", dp_size=2)
         lone.service.register(begin)
+        for dp_rank in range(begin.dp_size):  # as the ingest of a lone process begins
+            lone.service.set_source_state(FOLLOWED, dp_rank, SourceState.DOWN, cause=NOT_HELD)
         await fleet.results([fleet.members[0].writer.register(begin)])
         done = 0
         while done < steps:

@@ -83,8 +83,16 @@ class Listener:
 
 async def use_the_log(variant: Variant) -> None:
     log = RedisLog(variant.url, cluster=variant.cluster, namespace="kvindexer", timeout_s=5.0)
-    assert await log.agree(TERMS) == TERMS
-    assert await log.agree(msgspec.structs.replace(TERMS, log="2")) == TERMS
+    assert await log.terms() is None
+    assert await log.succeed(None, msgspec.structs.replace(TERMS, log="0"))
+    assert not await log.succeed(None, TERMS)
+    await log.stand("one", b"5")
+    assert await log.candidates() == {"one": b"5"}
+    await log.forget_candidates()
+    assert await log.succeed(await log.terms(), TERMS)
+    assert await log.terms() == TERMS
+    log.number = TERMS.log
+    assert abs(await log.now_s() - time.time()) < DEADLINE_S
     for partition in range(PARTITIONS):
         assert await log.first(partition) is None
         assert await log.last(partition) == BEGINNING
@@ -94,9 +102,13 @@ async def use_the_log(variant: Variant) -> None:
         assert found == [(position, f"{partition}-{n}".encode()) for n, position in enumerate(positions)]
         assert await log.read(partition, positions[-1], wait=partition == 0) == []
         assert await log.has(partition, positions[1])
-        await log.trim(partition, positions[1])  # about: whole nodes of the stream go, and here there is one
+        assert await log.trim(partition, positions[1]) == 1
+        assert await log.first(partition) == positions[1]
         assert await log.last(partition) == positions[-1]
         assert await log.read(partition, positions[1], wait=False) == found[2:]
+        assert await log.trimmed(partition) == positions[1]
+    await log.remove(TERMS.log, PARTITIONS)
+    assert await log.first(0) is None
     await log.close()
 
 
@@ -200,7 +212,7 @@ def test_a_server_that_nobody_vouches_for(tmp_path: Path) -> None:
     async def ask(url: str) -> None:
         log = RedisLog(url, cluster=False, namespace="kvindexer", timeout_s=5.0)
         try:
-            await log.agree(TERMS)
+            await log.terms()
         finally:
             await log.close()
 

@@ -233,7 +233,12 @@ def test_a_service_comes_back_on_another_replica(server: RedisServer, keys: redi
         index = PrefixIndex(index_limits(settings))
         service = IndexerService(settings, index, clock=Clock())
         keeper = SnapshotKeeper(
-            service, index, store, configured=frozenset(), interval_s=60, positions=lambda: {1: "7-2"}
+            service,
+            index,
+            store,
+            configured=frozenset(),
+            interval_s=60,
+            place=lambda state: msgspec.structs.replace(state, positions={1: "7-2"}),
         )
         return service, keeper
 

@@ -1,0 +1,94 @@
+// Whom blocks were stored for: owners (agents), beside the slots that hold the blocks.
+//
+// A claim is (prefix, slot, owner): the owner was named when the slot stored the prefix. Several owners of
+// one block are several claims. A claim lives as long as its slot holds its prefix, so whoever takes a slot
+// off an entry drops the claims with it; a dead slot's claims are passed over and go with its bit. An owner
+// that is cleared is passed over from then on, and a sweep takes its claims away. So a claim that is counted
+// by a query is always of a living owner, slot and entry, and numbers of owners are never used again.
+//
+// Bounds: `claims_max` claims in all; more are refused and counted. 16 bytes a claim, nothing for blocks
+// without an owner.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "segmented_table.hpp"
+
+namespace kvindexer {
+
+struct Claim {
+  uint64_t key;  // prefix hash
+  uint32_t slot;
+  uint32_t owner;  // never 0
+  bool empty() const { return owner == 0; }
+};
+using ClaimTable = SegmentedTable<Claim>;  // one a context
+
+class OwnerBook {
+ public:
+  explicit OwnerBook(size_t claims_max) : claims_max_(claims_max) {}
+
+  uint32_t add() {
+    claims_of_.emplace(++last_, 0);
+    return last_;
+  }
+  // Its claims stay in their tables until `is_live` has them swept away.
+  void clear(uint32_t owner) { claims_of_.erase(owner); }
+  bool is_live(const Claim& claim) const { return claims_of_.contains(claim.owner); }
+
+  uint64_t claims() const { return claims_; }
+  uint64_t refused() const { return refused_; }
+  // (owner, claims) of every living owner, in no order.
+  std::vector<std::pair<uint32_t, uint64_t>> owners() const { return {claims_of_.begin(), claims_of_.end()}; }
+
+  void claim(ClaimTable& table, uint64_t prefix, uint32_t slot, uint32_t owner) {
+    const auto of_owner = claims_of_.find(owner);
+    if (of_owner == claims_of_.end()) return;  // cleared while its blocks waited for their parent
+    if (table.size() != 0)
+      for (const Claim* at = table.find(prefix); at != nullptr; at = table.next_equal(at))
+        if (at->slot == slot && at->owner == owner) return;
+    if (claims_ == claims_max_) {
+      ++refused_;
+      return;
+    }
+    table.insert({prefix, slot, owner});
+    ++claims_;
+    ++of_owner->second;
+  }
+
+  // Drops the claims on a prefix of the slots that `goes` names.
+  template <class Goes>
+  void drop(ClaimTable& table, uint64_t prefix, Goes goes) {
+    if (table.size() == 0) return;
+    for (Claim* at = table.find(prefix); at != nullptr;) {
+      if (!goes(at->slot)) {
+        at = table.next_equal(at);
+        continue;
+      }
+      discount(*at);
+      table.erase(at);
+      at = table.find(prefix);  // the table has moved
+    }
+  }
+  void drop(ClaimTable& table, uint64_t prefix) {
+    drop(table, prefix, [](uint32_t) { return true; });
+  }
+
+  // For a claim that is leaving its table by another way.
+  void discount(const Claim& claim) {
+    --claims_;
+    if (const auto of_owner = claims_of_.find(claim.owner); of_owner != claims_of_.end()) --of_owner->second;
+  }
+
+ private:
+  const size_t claims_max_;
+  std::unordered_map<uint32_t, uint64_t> claims_of_;  // of living owners
+  uint32_t last_ = 0;
+  uint64_t claims_ = 0, refused_ = 0;
+};
+
+}  // namespace kvindexer

@@ -1,0 +1,161 @@
+"""What Redis may do to the log: come back with its data, without it, with a part of it, or trim it; and a way to it that
+is cut. Each time all replicas end with the picture of a lone process fed with the same batches, or say what they cannot
+know."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from app.snapshots.redis_store import LOCK_S
+from tests.replication.proxy import proxied
+from tests.replication.redis_server import RedisServer
+from tests.replication.test_followed import fleet
+from tests.replication.test_replicas import agree, depths, is_ready, post, stats, stored, wait_until
+
+
+def replication(http: object) -> dict[str, int]:
+    found = stats(http)["replication"]  # type: ignore[arg-type]
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["with its data", "without its data"])
+def test_redis_is_killed_under_load(tmp_path: Path, keep: bool) -> None:
+    server = RedisServer(tmp_path, keep=keep)
+    try:
+        with fleet(server.url, 4) as all_:
+            all_.start(2)
+            all_.publish(10)
+            all_.until_exact()
+            before = replication(all_.clients[0])["log"]
+            for number in range(20):
+                all_.publish(5)
+                if number == 10:
+                    server.kill()
+                if number == 15:
+                    server.start()
+            all_.until_exact()
+            assert (replication(all_.clients[0])["log"] == before) == keep
+            begun = [replication(http)["logs_begun"] for http in all_.clients]
+            assert sorted(begun) == ([0, 0] if keep else [0, 1]), "one of them made the new log"
+            all_.publish(5)
+            all_.start()
+            all_.until_exact()
+            assert agree(all_.clients), "a new one finds all of it"
+    finally:
+        server.stop()
+
+
+def test_what_was_posted_survives_a_redis_without_its_data(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path)
+    try:
+        with fleet(server.url, 0) as all_:
+            all_.start(3)
+            wait_until(lambda: all(map(is_ready, all_.clients)), "ready")
+            post(all_.clients[0], "counted", stored([1, 2]), seq=0)
+            post(all_.clients[1], "uncounted", stored([1, 2]))
+            wait_until(lambda: agree(all_.clients), "quiet")
+            before = replication(all_.clients[0])["log"]
+            server.kill()
+            server.start()
+            wait_until(
+                lambda: all(replication(http)["log"] not in ("", before) for http in all_.clients),
+                "a new log",
+            )
+            wait_until(lambda: all(map(is_ready, all_.clients)) and agree(all_.clients), "ready again")
+            all_.start()
+            wait_until(lambda: is_ready(all_.clients[-1]), "a new one is ready")
+            for http in all_.clients:
+                assert depths(http, 1, 2) == {"counted": 2, "uncounted": 2}
+                ranks = {
+                    pod: http.get(f"/v1/pods/{pod}").json()["ranks"][0] for pod in ("counted", "uncounted")
+                }
+                assert ranks["counted"]["state"] == "live", (
+                    "its next number shows whether something is missing"
+                )
+                assert ranks["uncounted"]["state"] == "degraded", "nobody can tell"
+                assert "Redis lost" in ranks["uncounted"]["cause"]
+            assert post(all_.clients[2], "counted", stored([3], 2), seq=1)["stored_blocks"] == 1
+            wait_until(lambda: agree(all_.clients), "quiet again")
+            assert all(depths(http, 1, 2, 3)["counted"] == 3 for http in all_.clients)
+    finally:
+        server.stop()
+
+
+def test_redis_loses_the_end_of_the_log(tmp_path: Path) -> None:
+    folder, copy = tmp_path / "redis", tmp_path / "copy"
+    folder.mkdir()
+    server = RedisServer(folder, keep=True)
+    try:
+        with fleet(server.url, 2) as all_:
+            all_.start(2)
+            all_.publish(10)
+            all_.until_exact()
+            post(all_.clients[0], "posted", stored([5_000_001]), seq=0)
+            wait_until(lambda: agree(all_.clients), "quiet")
+            shutil.copytree(folder, copy)
+            before = replication(all_.clients[0])["log"]
+            all_.publish(10)
+            post(all_.clients[0], "posted", stored([5_000_002], 5_000_001), seq=1)
+            wait_until(lambda: agree(all_.clients), "quiet again")
+            server.kill()
+            shutil.rmtree(folder)
+            shutil.copytree(copy, folder)
+            server.start()
+            wait_until(
+                lambda: all(replication(http)["log"] not in ("", before) for http in all_.clients),
+                "a new log",
+            )
+            all_.start()
+            wait_until(lambda: all(map(is_ready, all_.clients)) and agree(all_.clients), "ready again")
+            for http in all_.clients:
+                assert depths(http, 5_000_001, 5_000_002) == {"posted": 2}, (
+                    "what the replicas had is not lost"
+                )
+    finally:
+        server.stop()
+
+
+def test_a_new_replica_begins_from_a_snapshot_and_the_log_is_trimmed(redis_server: RedisServer) -> None:
+    with fleet(redis_server.url, 4) as all_:
+        (one,) = all_.start()
+        all_.publish(30)
+        all_.until_exact()
+
+        def trimmed() -> bool:
+            all_.publish(1)
+            return replication(one.http)["trimmed_groups"] > 0
+
+        wait_until(trimmed, "the log is trimmed behind the snapshots")
+        (late,) = all_.start()
+        all_.until_exact()
+        assert replication(late.http)["snapshots_loaded"] == 1
+        assert agree(all_.clients)
+
+
+def test_a_replica_that_was_trimmed_past_loads_the_snapshot(redis_server: RedisServer) -> None:
+    with proxied(redis_server.port) as proxy, fleet(redis_server.url, 4) as all_:
+        all_.start()
+        (cut,) = all_.start(url=f"redis://127.0.0.1:{proxy.port}/0")
+        all_.publish(10)
+        all_.until_exact()
+        all_.until_shared()
+        loaded = replication(cut.http)["snapshots_loaded"]
+        proxy.set("drop")
+        wait_until(lambda: not cut.leases, "it lets go of what it followed")
+        first = replication(all_.clients[0])["trimmed_groups"]
+
+        # Cut off in the middle of a snapshot, it keeps the others from writing one until its lock ends.
+        deadline_s = time.monotonic() + 2 * LOCK_S
+        while replication(all_.clients[0])["trimmed_groups"] <= first + 50:
+            assert time.monotonic() < deadline_s, "the log is trimmed while it is cut off"
+            all_.publish(1)
+            time.sleep(0.01)
+        proxy.set("pass")
+        all_.until_exact()
+        assert replication(cut.http)["snapshots_loaded"] > loaded
+        assert agree(all_.clients)

@@ -308,6 +308,12 @@ class PrefixIndex {
     return id != kNoBlock && !pool_[id].is_expired(now, limits_.ttl) &&
            sets_.contains(pool_[id].holders, slot);
   }
+  // By a slot that lives.
+  bool is_held(const Context& context, const BlockRecord& record) const {
+    bool held = false;
+    sets_.for_each(record.holders, [&](uint32_t slot) { held |= context.slots[slot].live; });
+    return held;
+  }
   std::optional<Named> resolve(uint32_t source, uint64_t engine_hash, Tick now, const Context* only,
                                const Place* preferred);
   void hash_blocks(const Context& context, uint64_t chain_from, size_t blocks, const uint8_t* tokens,

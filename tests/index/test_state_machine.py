@@ -309,7 +309,9 @@ class SideBySide(RuleBasedStateMachine):
             "count_copies": self.count_copies,
         }
         source = self.sources[blocks.spot]
-        self.tokens_were_hidden |= known_contents < len(kinds)
+        must, _ = self.oracle.plain_prefixes(twin.oracle)
+        parent = more_fields["chain_from"]
+        self.tokens_were_hidden |= known_contents < plain or (parent is not None and parent not in must)
         assert self.native.store_hashed(
             source.native, twin.native, **more_fields
         ) == self.oracle.store_hashed(source.oracle, twin.oracle, **more_fields)

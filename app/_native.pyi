@@ -122,6 +122,8 @@ class PrefixIndex:
     def export_changes(self, keys_max: int) -> tuple[bytes, int]:
         """A frame; how many keys that changed are left."""
 
+    def export_contents(self, rows_max: int) -> tuple[bytes, bool]: ...
+    def has_whole_contents(self) -> bool: ...
     def export_end(self) -> None: ...
     def import_slot(
         self,
@@ -136,7 +138,18 @@ class PrefixIndex:
     def import_expect(self, other_names: int) -> None:
         """What is about to come, before anything is held: roughly."""
 
-    def import_frame(self, frame: bytes, slots: SlotMap, saved_at: int, elapsed: int, now: int) -> bool: ...
+    def import_settle(self, rows_max: int) -> bool:
+        """True with the last slice."""
+
+    def import_frame(
+        self,
+        frame: bytes,
+        slots: SlotMap,
+        saved_at: int,
+        elapsed: int,
+        now: int,
+        takes_contents: bool,
+    ) -> bool: ...
     def orphan_blocks(self, source: int) -> int: ...
     def orphan_drops(self) -> list[tuple[int, int]]: ...
     def sweep(self, now: int, visits_max: int) -> tuple[int, int, bool]: ...

@@ -78,6 +78,7 @@ class SavedState(msgspec.Struct, frozen=True):
     contexts: list[SavedContext]
     slots: list[tuple[int, int, int, int, int, int, int]]
     names: int = 0  # of prefixes by engine hashes, about
+    shingle: int | None = None  # of the SimHashes of the contents among the frames; None: there are none
     positions: dict[int, str] = {}  # partition of the log -> where it had been read to; {} without a log
     log: str = ""  # the number of that log
     log_memory: bytes = b""  # what its reader must remember, as app/replication/applier.py has it

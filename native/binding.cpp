@@ -262,6 +262,14 @@ void bind_index(nb::module_& m) {
              const std::vector<uint8_t> frame = self.export_changes(keys_max, keys_left);
              return nb::make_tuple(nb::bytes(frame.data(), frame.size()), keys_left);
            })
+      .def("export_contents",
+           [](PrefixIndex& self, size_t rows_max) {
+             bool done = false;
+             const std::vector<uint8_t> frame = self.export_contents(rows_max, done);
+             return nb::make_tuple(nb::bytes(frame.data(), frame.size()), done);
+           })
+      .def("has_whole_contents", &PrefixIndex::has_whole_contents)
+      .def("import_settle", &PrefixIndex::import_settle)
       .def("import_slot",
            [](PrefixIndex& self, SlotMap& slots, uint32_t old_context, uint32_t old_slot, uint32_t context,
               uint32_t source, uint32_t tier, uint32_t group) {
@@ -271,8 +279,9 @@ void bind_index(nb::module_& m) {
       .def("import_expect", &PrefixIndex::import_expect)
       .def("import_frame",
            [](PrefixIndex& self, const nb::bytes& frame, const SlotMap& slots, Tick saved_at, Tick elapsed,
-              Tick now) {
-             return self.import_frame({data_of(frame), frame.size()}, slots, {saved_at, elapsed, now});
+              Tick now, bool takes_contents) {
+             return self.import_frame({data_of(frame), frame.size()}, slots, {saved_at, elapsed, now},
+                                      takes_contents);
            })
       .def("orphan_blocks", &PrefixIndex::orphan_blocks)
       .def("orphan_drops", &PrefixIndex::orphan_drops)

@@ -47,6 +47,16 @@ class ContentChains {
     members_.insert({prefix, second, content});
   }
 
+  // The same behind another member, should that be one. The prefix must be none.
+  void add_behind(uint64_t before, uint64_t content, uint64_t prefix, bool crowded) {
+    Member* const at = size() == 0 ? nullptr : members_.find(before);
+    if (at == nullptr) return add(content, prefix, crowded);
+    const uint64_t next = at->next;
+    at->next = prefix;
+    if (next != 0) members_.find(next)->link = prefix;
+    members_.insert({prefix, next, before});
+  }
+
   void remove(uint64_t prefix) {
     Member* const member = members_.find(prefix);
     const uint64_t next = member->next;
@@ -74,6 +84,15 @@ class ContentChains {
         visit(member.key);
         return true;
       });
+  }
+
+  // Calls visit(content, first prefix) for every content that has no record beside its chain, from `cursor`
+  // on, until it returns false. False when there may be more.
+  template <class Visit>
+  bool walk_crowded(uint64_t& cursor, Visit visit) const {
+    if (crowded_ == 0) return true;
+    return firsts_.walk(
+        cursor, [&](const First& first) { return first.crowded == 0 || visit(first.key, first.prefix); });
   }
 
   // Gives memory back in slices; true when nothing is left. For chains that are not used any more.

@@ -21,6 +21,7 @@ class ContentFeed {
  public:
   explicit ContentFeed(FuzzyIndex* index) : index_(index) {}
 
+  FuzzyIndex* index() const { return index_; }
   bool takes(uint32_t context) const { return index_ != nullptr && index_->has_context(context); }
 
   // `takes` the context; `tokens` are those of the block.

@@ -30,6 +30,7 @@
 
 #include "content_chains.hpp"
 #include "content_hash.hpp"
+#include "content_rows.hpp"
 #include "near_search.hpp"
 #include "near_table.hpp"
 #include "segmented_table.hpp"
@@ -77,6 +78,15 @@ class FuzzyContext {
   // All prefixes that are there and not doomed, in no order. Walks everything: for tests and dumps.
   std::vector<uint64_t> prefixes();
 
+  // -- snapshots (content_walk.hpp)
+
+  ContentCursor begin_walk() const;
+  // About `rows_max` more rows, without their context; true when there are no more.
+  bool walk(ContentCursor& cursor, size_t rows_max, std::vector<ContentRow>& rows);
+  // A prefix of a content whose other prefixes are there: behind one of them, if that lies in its chain. Does
+  // nothing when it is there already. `crowded`: the SimHash is not known.
+  void append(uint64_t before, const ContentRow& row, bool crowded);
+
   // Gives memory back in slices; true when nothing is left. For a context that is not used any more.
   bool dismantle();
 
@@ -119,6 +129,12 @@ class FuzzyContext {
   bool revive(uint64_t prefix);
   bool insert_block(uint64_t prefix, const Content& hash, const NearTable::Spot& spot);
   std::optional<Record> survivor_of(const Record& record);
+
+  // The prefix of the content's record, which may be doomed, or 0.
+  uint64_t recorded(uint64_t simhash, uint64_t content) const;
+  void walk_record(const Record& record, ContentCursor& cursor, std::vector<ContentRow>& rows);
+  void walk_buckets(ContentCursor& cursor, std::vector<ContentRow>& rows);
+  void walk_chain(ContentCursor& cursor, size_t rows_max, std::vector<ContentRow>& rows);
 
   void grow(size_t insertions);
   void sweep(size_t visits_max);
@@ -271,8 +287,13 @@ inline void FuzzyContext::sweep_bucket(uint32_t bucket) {
 // -- queries
 
 inline uint64_t FuzzyContext::find_exact(uint64_t simhash, uint64_t content) {
-  if (const auto place = table_.find(simhash, content)) return table_.prefix(*place);
+  if (const uint64_t prefix = recorded(simhash, content)) return prefix;
   return chains_.crowded() != 0 ? chains_.first(content) : 0;
+}
+
+inline uint64_t FuzzyContext::recorded(uint64_t simhash, uint64_t content) const {
+  const auto place = table_.find(simhash, content);
+  return place ? table_.prefix(*place) : 0;
 }
 
 template <class Visit>

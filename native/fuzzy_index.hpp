@@ -17,6 +17,7 @@
 #include <cassert>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
 #include <stdexcept>
@@ -24,6 +25,7 @@
 #include <utility>
 #include <vector>
 
+#include "content_walk.hpp"
 #include "fuzzy_context.hpp"
 
 namespace kvindexer {
@@ -78,10 +80,15 @@ class FuzzyIndex {
   // See FuzzyContext::insert.
   size_t insert(uint32_t id, std::span<const uint64_t> prefixes, std::span<const Content> hashes) {
     bury();
+    if (is_noting_)
+      for (size_t i = 0; i < prefixes.size(); ++i) note_stored(id, prefixes[i], hashes[i]);
     return contexts_.at(id)->insert(prefixes, hashes);
   }
   void remove(uint32_t id, std::span<const uint64_t> prefixes) {
     bury();
+    if (is_noting_)
+      for (const uint64_t prefix : prefixes)
+        note({.context = id, .kind = ContentRow::kRemoved, .prefix = prefix});
     contexts_.at(id)->remove(prefixes);
   }
   // For tests and dumps.
@@ -95,8 +102,27 @@ class FuzzyIndex {
 
   FuzzyStatistics statistics() const;
 
+  // -- snapshots: rows out and in, as content_rows.hpp has them
+
+  void export_begin();
+  bool is_exporting() const { return is_noting_; }
+  // What was noted since the last call, and about `rows_max` more; `done` tells that from now on there are
+  // notes only.
+  std::vector<ContentRow> export_rows(size_t rows_max, bool& done);
+  // False: more was noted between two calls than is kept, and what was written is not the index.
+  bool export_is_whole() const { return notes_lost_ == 0; }
+  void export_end();
+  // Contexts are those of this index; rows of others are passed over.
+  void import_rows(std::span<const ContentRow> rows);
+  // Behind the last rows: keeps of the next `rows_max` prefixes those for which `keep(context, prefix)`. True
+  // when there are no more.
+  template <class Keep>
+  bool import_settle(size_t rows_max, Keep keep);
+
  private:
   friend class NearQuery;
+
+  static constexpr size_t kNotesMax = 1 << 22;  // 128 MiB
 
   struct Near {
     uint64_t simhash;
@@ -118,11 +144,28 @@ class FuzzyIndex {
     if (!graveyard_.empty() && graveyard_.back()->dismantle()) graveyard_.pop_back();
   }
 
+  void note(const ContentRow& row) {
+    if (notes_.size() < kNotesMax)
+      notes_.push_back(row);
+    else
+      ++notes_lost_;
+  }
+  void note_stored(uint32_t context, uint64_t prefix, const Content& content) {
+    note({context, ContentRow::kStored, prefix, content.simhash, content.hash});
+  }
+  bool walk(size_t rows_max, std::vector<ContentRow>& rows);
+  void begin_walk();
+
   size_t shingle_;
   const NearScans* scans_;
   std::unordered_map<uint32_t, std::unique_ptr<FuzzyContext>> contexts_;
   std::vector<std::unique_ptr<FuzzyContext>> graveyard_;  // dropped, taken apart in slices
   uint64_t matches_dropped_ = 0;
+
+  std::map<uint32_t, ContentCursor> walking_;  // contexts that are not walked through yet
+  bool is_noting_ = false, is_settling_ = false;
+  std::vector<ContentRow> notes_;
+  size_t notes_lost_ = 0;
 };
 
 // What lies near the windows of a prompt at given offsets, found in slices between which the index may
@@ -319,6 +362,93 @@ inline FuzzyStatistics FuzzyIndex::statistics() const {
   }
   for (const auto& context : graveyard_) now.bytes += context->bytes();
   return now;
+}
+
+// -- snapshots
+
+inline void FuzzyIndex::begin_walk() {
+  walking_.clear();
+  for (const auto& [id, context] : contexts_) walking_.emplace(id, context->begin_walk());
+}
+
+inline bool FuzzyIndex::walk(size_t rows_max, std::vector<ContentRow>& rows) {
+  const size_t enough = rows.size() + rows_max;
+  while (!walking_.empty() && rows.size() < enough) {
+    const auto next = walking_.begin();
+    const auto found = contexts_.find(next->first);
+    const size_t first = rows.size();
+    const bool done = found == contexts_.end() || found->second->walk(next->second, enough, rows);
+    for (size_t i = first; i < rows.size(); ++i) rows[i].context = next->first;
+    if (done) walking_.erase(next);
+  }
+  return walking_.empty();
+}
+
+inline void FuzzyIndex::export_begin() {
+  export_end();
+  begin_walk();
+  is_noting_ = true;
+}
+
+inline void FuzzyIndex::export_end() {
+  walking_.clear();
+  is_noting_ = false;
+  notes_ = {};
+  notes_lost_ = 0;
+}
+
+inline std::vector<ContentRow> FuzzyIndex::export_rows(size_t rows_max, bool& done) {
+  std::vector<ContentRow> rows = std::exchange(notes_, {});
+  done = walk(rows_max, rows);
+  return rows;
+}
+
+inline void FuzzyIndex::import_rows(std::span<const ContentRow> rows) {
+  std::vector<uint64_t> prefixes;
+  std::vector<Content> contents;
+  uint64_t before = 0;
+  bool crowded = false;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const ContentRow& row = rows[i];
+    const auto found = contexts_.find(row.context);
+    if (found == contexts_.end()) continue;
+    FuzzyContext& context = *found->second;
+    switch (row.kind) {
+      case ContentRow::kStored:
+        prefixes.push_back(row.prefix);
+        contents.push_back({row.simhash, row.content});
+        if (i + 1 < rows.size() && rows[i + 1].kind == row.kind && rows[i + 1].context == row.context) break;
+        context.insert(prefixes, contents);
+        prefixes.clear();
+        contents.clear();
+        break;
+      case ContentRow::kRemoved:
+        context.remove({&row.prefix, 1});
+        break;
+      case ContentRow::kCrowded:
+        context.append(0, row, true);
+        break;
+      case ContentRow::kFurther:
+        context.append(before, row, crowded);
+        break;
+      default:
+        crowded = row.kind == ContentRow::kBehindCrowded;
+    }
+    before = row.prefix;
+  }
+}
+
+template <class Keep>
+bool FuzzyIndex::import_settle(size_t rows_max, Keep keep) {
+  if (!std::exchange(is_settling_, true)) begin_walk();
+  std::vector<ContentRow> rows;
+  const bool done = walk(rows_max, rows);
+  for (const ContentRow& row : rows) {
+    if (row.kind == ContentRow::kBehind || row.kind == ContentRow::kBehindCrowded) continue;
+    if (!keep(row.context, row.prefix)) contexts_.at(row.context)->remove({&row.prefix, 1});
+  }
+  is_settling_ = !done;
+  return done;
 }
 
 }  // namespace kvindexer

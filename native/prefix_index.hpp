@@ -202,16 +202,25 @@ class PrefixIndex {
 
   // -- snapshots (prefix_index_snapshot.cpp says how)
 
-  // begin, names until done, changes until few are left, and at one instant: the last changes and `slots`.
+  // begin, names until done, contents until done, changes until few are left, and at one instant: the last
+  // changes and contents, and `slots`.
   void export_begin();
   std::vector<uint8_t> export_names(size_t names_max, bool& done);
   std::vector<uint8_t> export_changes(size_t keys_max, size_t& keys_left);
+  std::vector<uint8_t> export_contents(size_t rows_max, bool& done);
+  // Whether the contents, if there are any, are those of the instant of the last frame.
+  bool has_whole_contents() const {
+    return contents_.index() != nullptr && contents_.index()->export_is_whole();
+  }
   void export_end();
   // The frames of a snapshot in their order, into slots that were made for it and hold nothing. False: not a
   // frame, and what of it was read has been taken in.
   uint32_t import_slot(uint32_t context, const Place& place);
   void import_expect(size_t other_names) { other_names_.reserve(other_names); }
-  bool import_frame(std::span<const uint8_t> frame, const SlotMap& slots, const Aging& aging);
+  bool import_frame(std::span<const uint8_t> frame, const SlotMap& slots, const Aging& aging,
+                    bool takes_contents);
+  // Behind the last frame, until it says true: of the contents, what belongs to an entry stays.
+  bool import_settle(size_t rows_max);
 
   // -- time
 
@@ -299,6 +308,12 @@ class PrefixIndex {
     return id != kNoBlock && !pool_[id].is_expired(now, limits_.ttl) &&
            sets_.contains(pool_[id].holders, slot);
   }
+  // By a slot that lives.
+  bool is_held(const Context& context, const BlockRecord& record) const {
+    bool held = false;
+    sets_.for_each(record.holders, [&](uint32_t slot) { held |= context.slots[slot].live; });
+    return held;
+  }
   std::optional<Named> resolve(uint32_t source, uint64_t engine_hash, Tick now, const Context* only,
                                const Place* preferred);
   void hash_blocks(const Context& context, uint64_t chain_from, size_t blocks, const uint8_t* tokens,
@@ -368,6 +383,7 @@ class PrefixIndex {
   ListedName listed(const OtherName& name) const;
   std::vector<uint8_t> frame_of(std::span<const uint64_t> void_keys, std::span<const ListedName> found);
   void disown_all(uint64_t key, Tick now);
+  bool import_contents(FrameReader& in, const SlotMap& slots, bool taken);
   bool import_names(FrameReader& in, std::vector<Imported>& sets, const Aging& aging);
   void import_name(uint64_t key, uint64_t prefix, Tick last_seen, Imported& set, BlockId& before);
 

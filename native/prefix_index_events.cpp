@@ -153,7 +153,8 @@ Stored PrefixIndex::store_hashed(const Place& place, uint32_t id, std::span<cons
   orphans_.expire(now, limits_.ttl);
   Context& context = use(id);
   Frame frame{.place = place, .engine_hashes = engine_hashes, .prefixes = prefixes};
-  const BlockId parent = chain_from ? context.prefixes.find(*chain_from) : kNoBlock;
+  BlockId parent = chain_from ? context.find_live(*chain_from, now, limits_.ttl) : kNoBlock;
+  if (parent != kNoBlock && !is_held(context, pool_[parent])) parent = kNoBlock;  // gone, and not swept yet
   if (!chain_from || (parent != kNoBlock && pool_[parent].is_plain)) frame.plain = contents.size();
   frame.contents = std::move(contents);
   frame.before = parent;

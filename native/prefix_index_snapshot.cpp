@@ -15,6 +15,10 @@
 //   count, then (context u32, count, slot u32 ...)  sets of slots
 //   count, then columns: key u64, prefix u64, set u32, last_seen u32
 //   count, then (name u32, slot u32, copies u64)    names with more than one copy; copies beyond the first
+// or, where there is a fuzzy index, of its contents (content_rows.hpp):
+//   kContents, count, then columns: context u32, kind u32, prefix u64, simhash u64, content u64
+// A content may come before the names of its prefix, and a prefix may go and come back while the frames are
+// read. So contents are put together on their own, and when all is read, those stay whose prefix is there.
 //
 #include <algorithm>
 #include <unordered_map>
@@ -23,6 +27,11 @@
 #include "snapshot_frame.hpp"
 
 namespace kvindexer {
+
+namespace {
+constexpr uint32_t kContents = 0xFFFFFFFF;  // no frame has so many prefixes that are gone
+constexpr uint32_t kNoContext = 0;          // contexts are numbered from 1
+}  // namespace
 
 void PrefixIndex::export_begin() {
   exporting_ = true;
@@ -35,6 +44,25 @@ void PrefixIndex::export_end() {
   exporting_ = false;
   touched_ = {};
   gone_ = {};
+  if (contents_.index() != nullptr) contents_.index()->export_end();
+}
+
+std::vector<uint8_t> PrefixIndex::export_contents(size_t rows_max, bool& done) {
+  std::vector<ContentRow> rows;
+  done = true;
+  if (FuzzyIndex* const index = contents_.index()) {
+    if (!index->is_exporting()) index->export_begin();
+    rows = index->export_rows(rows_max, done);
+  }
+  FrameWriter out;
+  out.u32(kContents);
+  out.u32(static_cast<uint32_t>(rows.size()));
+  for (const ContentRow& row : rows) out.u32(row.context);
+  for (const ContentRow& row : rows) out.u32(row.kind);
+  for (const ContentRow& row : rows) out.u64(row.prefix);
+  for (const ContentRow& row : rows) out.u64(row.simhash);
+  for (const ContentRow& row : rows) out.u64(row.content);
+  return out.bytes();
 }
 
 PrefixIndex::ListedName PrefixIndex::listed(const OtherName& name) const {
@@ -158,8 +186,10 @@ uint32_t PrefixIndex::import_slot(uint32_t context, const Place& place) {
   return slot_of(*contexts_.at(context), place);
 }
 
-bool PrefixIndex::import_frame(std::span<const uint8_t> bytes, const SlotMap& slots, const Aging& aging) {
+bool PrefixIndex::import_frame(std::span<const uint8_t> bytes, const SlotMap& slots, const Aging& aging,
+                               bool takes_contents) {
   FrameReader in(bytes);
+  if (FrameReader(bytes).u32() == kContents) return import_contents(in, slots, takes_contents);
   for (size_t left = in.count(12); left != 0; --left) {
     const uint32_t old_context = in.u32();
     const uint64_t prefix = in.u64();
@@ -196,6 +226,33 @@ bool PrefixIndex::import_frame(std::span<const uint8_t> bytes, const SlotMap& sl
     sets_.release(set.id);
   }
   return whole;
+}
+
+bool PrefixIndex::import_contents(FrameReader& in, const SlotMap& slots, bool taken) {
+  in.u32();
+  std::vector<ContentRow> rows(in.count(ContentRow::kBytes));
+  for (ContentRow& row : rows) {
+    const auto context = slots.contexts.find(in.u32());
+    row.context = context == slots.contexts.end() ? kNoContext : context->second;
+  }
+  for (ContentRow& row : rows) row.kind = in.u32();
+  for (ContentRow& row : rows) row.prefix = in.u64();
+  for (ContentRow& row : rows) row.simhash = in.u64();
+  for (ContentRow& row : rows) row.content = in.u64();
+  if (!in.is_whole() || !in.is_at_end()) return false;
+  if (taken && contents_.index() != nullptr) contents_.index()->import_rows(rows);
+  return true;
+}
+
+bool PrefixIndex::import_settle(size_t rows_max) {
+  if (contents_.index() == nullptr) return true;
+  return contents_.index()->import_settle(rows_max, [this](uint32_t id, uint64_t prefix) {
+    const Context* const context = find_context(id);
+    const BlockId block = context == nullptr ? kNoBlock : context->prefixes.find(prefix);
+    if (block == kNoBlock) return false;
+    pool_[block].is_plain = true;
+    return true;
+  });
 }
 
 // Everything that anybody means by this key; of a snapshot that is being read.

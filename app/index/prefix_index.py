@@ -559,13 +559,23 @@ class PrefixIndex:
 
     # -- snapshots: see native/prefix_index_snapshot.cpp
 
+    @property
+    def shingle(self) -> int | None:
+        """Of the SimHashes of its FuzzyIndex; None where it has none."""
+        return None if self._contents is None else self._contents.shingle
+
     def start_export(self) -> IndexExport:
         """One at a time: a new one ends the one before."""
         return IndexExport(self._core)
 
-    def start_import(self, *, saved_at: int, elapsed: int, now: int) -> IndexImport:
-        """`saved_at` is the tick of the snapshot, `elapsed` the ticks since, `now` this index's tick."""
-        return IndexImport(self._core, saved_at, elapsed, now)
+    def start_import(
+        self, *, saved_at: int, elapsed: int, now: int, takes_contents: bool = True
+    ) -> IndexImport:
+        """`saved_at` is the tick of the snapshot, `elapsed` the ticks since, `now` this index's tick.
+
+        `takes_contents` is for contents whose SimHashes were made with this FuzzyIndex's `shingle`.
+        """
+        return IndexImport(self._core, saved_at, elapsed, now, takes_contents)
 
     # -- time
 
@@ -585,9 +595,10 @@ class PrefixIndex:
 class IndexExport:
     """A snapshot of the index that is being written: frames, to be read by IndexImport in the same order.
 
-    `names` until it says that it is done, then `changes` as often as wanted, until few are left; then, without
-    anything in between, the last `changes` and PrefixIndex.slots: with that, the frames are the index of that
-    instant, but for the ages of what is matched while they are written. `close` in any case.
+    `names` until it says that it is done, then `contents` until it is, then `changes` as often as wanted, until few
+    are left; then, without anything in between, the last `changes`, the last `contents` and PrefixIndex.slots: with
+    that, the frames are the index of that instant, but for the ages of what is matched while they are written.
+    `close` in any case. Without `contents` the fuzzy index begins empty.
     """
 
     def __init__(self, core: _native.PrefixIndex) -> None:
@@ -598,6 +609,15 @@ class IndexExport:
         """A frame of about so many names; True with the last."""
         assert names_max > 0, "a slice without names would never come to an end"
         return self._core.export_names(names_max)
+
+    def contents(self, blocks_max: int) -> tuple[bytes, bool]:
+        """A frame of what the fuzzy index holds: about so many blocks more, and what changed meanwhile; True when
+        from now on there is only what changed."""
+        return self._core.export_contents(blocks_max)
+
+    def has_whole_contents(self) -> bool:
+        """Behind the last frame. False without a fuzzy index, and where more changed at one go than is kept."""
+        return self._core.has_whole_contents()
 
     def changes(self, keys_max: int) -> tuple[bytes, int]:
         """A frame of up to so many names that changed since they were written; how many are left."""
@@ -610,9 +630,12 @@ class IndexExport:
 class IndexImport:
     """A snapshot that is being read into sources and contexts that hold nothing."""
 
-    def __init__(self, core: _native.PrefixIndex, saved_at: int, elapsed: int, now: int) -> None:
+    def __init__(
+        self, core: _native.PrefixIndex, saved_at: int, elapsed: int, now: int, takes_contents: bool
+    ) -> None:
         self._core = core
         self._slots = _native.SlotMap()
+        self._takes_contents = takes_contents
         self._ticks = (saved_at, elapsed, now)
 
     def slot(self, saved: SlotInfo, *, context: int, source: int) -> None:
@@ -628,7 +651,11 @@ class IndexImport:
 
     def frame(self, frame: bytes) -> bool:
         """False for bytes that no export made; what could be read of them is in the index then."""
-        return self._core.import_frame(frame, self._slots, *self._ticks)
+        return self._core.import_frame(frame, self._slots, *self._ticks, self._takes_contents)
+
+    def settle(self, blocks_max: int) -> bool:
+        """Behind the last frame, until it is True: then the fuzzy index is in step with this one."""
+        return self._core.import_settle(blocks_max)
 
 
 def unpack_rows(packed: bytes) -> list[Depths]:

@@ -23,7 +23,8 @@ from app.hashing import digest
 from app.saved_state import SavedState
 
 MAGIC = b"KVIXSNAP"
-VERSION = 2
+VERSION = 3  # 2 had no contents of blocks, for fuzzy matches, among the frames of the index
+VERSIONS_READ = (2, 3)
 FRAME_BYTES_MAX = 1 << 30
 
 INDEX, STATE = 1, 2
@@ -98,9 +99,10 @@ class FrameDecoder:
         start = piece.read(_START.size)
         if start[: len(MAGIC)] != MAGIC:
             raise SnapshotRefused("is not a snapshot of an indexer")
-        if len(start) < _START.size or _START.unpack(start)[1] != VERSION:
+        if len(start) < _START.size or _START.unpack(start)[1] not in VERSIONS_READ:
             version = int.from_bytes(start[len(MAGIC) :], "little")
-            raise SnapshotRefused(f"has version {version}, and this program reads version {VERSION}")
+            known = " and ".join(map(str, VERSIONS_READ))
+            raise SnapshotRefused(f"has version {version}, and this program reads {known}")
         self._at = len(start)
         return digest(start)
 

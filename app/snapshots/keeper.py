@@ -17,6 +17,8 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from app.errors import SnapshotRefused, StoreFailed
 from app.index.prefix_index import PrefixIndex
 from app.pods import PodSpec
@@ -133,16 +135,32 @@ class SnapshotKeeper:
         )
 
     async def _read_frames(self, source: SnapshotSource, adoption: Adoption) -> None:
+        shingle = self._index.shingle
+        takes_contents = shingle is not None and shingle == source.state.shingle
+        if shingle is not None and not takes_contents:
+            logger.warning(
+                "%s has no contents for fuzzy matches as this program makes them: these begin with what is stored now",
+                source.name,
+            )
         importing = self._index.start_import(
-            saved_at=adoption.saved_at, elapsed=adoption.elapsed, now=adoption.now
+            saved_at=adoption.saved_at,
+            elapsed=adoption.elapsed,
+            now=adoption.now,
+            takes_contents=takes_contents,
         )
         for slot, context, source_id in adoption.places:
             importing.slot(slot, context=context, source=source_id)
         most = source.size // NAME_BYTES_MIN
         importing.expect(other_names=min(adoption.other_names, most))
-        async for frame in source.frames():
-            if not importing.frame(frame):
-                raise SnapshotRefused(f"a frame of {source.name} has a right checksum and no meaning")
+        try:
+            async for frame in source.frames():
+                if not importing.frame(frame):
+                    raise SnapshotRefused(f"a frame of {source.name} has a right checksum and no meaning")
+        finally:
+            done = False
+            while not done:
+                done = importing.settle(NAMES_PER_SLICE)
+                await asyncio.sleep(0)
 
     # -- while it runs, and the end
 
@@ -200,10 +218,17 @@ class SnapshotKeeper:
             while not done:
                 frame, done = writing.names(NAMES_PER_SLICE)
                 await sink.add(frame)
+            shingle = self._index.shingle
+            done = shingle is None
+            while not done:
+                frame, done = writing.contents(NAMES_PER_SLICE)
+                await sink.add(frame)
             left = NAMES_PER_SLICE
             for _ in range(CHANGE_ROUNDS_MAX):
                 frame, left = writing.changes(NAMES_PER_SLICE)
                 await sink.add(frame)
+                if shingle is not None:
+                    await sink.add(writing.contents(NAMES_PER_SLICE)[0])
                 if left < NAMES_PER_SLICE:
                     break
             # No await from here to the state: what is written is of one instant.
@@ -212,8 +237,15 @@ class SnapshotKeeper:
             while left:
                 frame, left = writing.changes(NAMES_PER_SLICE)
                 frames.append(frame)
+            if shingle is not None:
+                frames.append(writing.contents(NAMES_PER_SLICE)[0])
+                if not writing.has_whole_contents():
+                    shingle = None
+                    logger.warning(
+                        "blocks change faster than they are written: fuzzy matches are not in this snapshot"
+                    )
             state = self._service.describe(configured=self._configured, at_s=self._wall())
-            state = (place or self._place)(state)
+            state = (place or self._place)(msgspec.structs.replace(state, shingle=shingle))
             for frame in frames:
                 await sink.add(frame)
             return await sink.finish(state)

@@ -33,6 +33,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from app._native import hash_blocks
 from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
 from app.index.interface import Index
 from app.index.prefix_index import Depths, IndexLimits, PrefixIndex
@@ -270,6 +271,69 @@ class SideBySide(RuleBasedStateMachine):
             source.native, twin.native, **more_fields, owner=self.owner.native
         ) == self.oracle.store_prefixes(source.oracle, twin.oracle, **more_fields, owner=self.owner.oracle)
         self.remember(blocks)
+
+    @precondition(lambda self: self.stored)
+    @rule(
+        pick=picks,
+        spot=st.none() | spots,
+        more=st.just(()) | paths,
+        start=st.integers(0, 4),
+        known_contents=st.integers(0, 5),
+        wait=waits,
+    )
+    def store_hashed(
+        self, wait: int, pick: int, spot: int | None, more: Path, start: int, known_contents: int
+    ) -> None:
+        """As from a log: on a prefix that is there or not, and with the contents of some leading blocks or of none."""
+        self.now += wait
+        below = self.earlier(pick)
+        path = (below.path + more)[:6]
+        start = min(start, len(path) - 1)
+        blocks = dataclasses.replace(below, path=path, start=start, spot=below.spot if spot is None else spot)
+        twin = self.context_of(blocks.context)
+        block_size = CONTEXTS[blocks.context][2]
+        prefixes = self.prefix_hashes(blocks.context, path)
+        kinds = path[start:]
+        plain = next((at for at, kind in enumerate(kinds) if kind == 2), len(kinds))
+        tokens = b"".join(block_tokens(kind, block_size) for kind in kinds)
+        _, contents = hash_blocks(0, block_size, tokens, block_keys(kinds), 1)
+        assert len(contents) == 16 * plain
+        more_fields: dict[str, Any] = {
+            "tier": blocks.tier,
+            "group": blocks.group,
+            "engine_hashes": self.pack_names(blocks.spot, path, start),
+            "chain_from": struct.unpack_from("<Q", prefixes, 8 * (start - 1))[0] if start else None,
+            "prefix_hashes": prefixes[8 * start :],
+            "contents": contents[: 16 * known_contents],
+            "now": self.now,
+            "count_copies": self.count_copies,
+        }
+        source = self.sources[blocks.spot]
+        must, _ = self.oracle.plain_prefixes(twin.oracle)
+        parent = more_fields["chain_from"]
+        self.tokens_were_hidden |= known_contents < plain or (parent is not None and parent not in must)
+        assert self.native.store_hashed(
+            source.native, twin.native, **more_fields
+        ) == self.oracle.store_hashed(source.oracle, twin.oracle, **more_fields)
+        self.remember(blocks)
+
+    @precondition(lambda self: self.stored)
+    @rule(pick=picks, at=st.integers(1, 6), spot=st.none() | spots, tier=st.none() | tiers, wait=waits)
+    def chain_of(self, wait: int, pick: int, at: int, spot: int | None, tier: int | None) -> None:
+        self.now += wait
+        known = self.earlier(pick)
+        twin = self.context_of(known.context)
+        spot = known.spot if spot is None else spot
+        asked: dict[str, Any] = {
+            "tier": known.tier if tier is None else tier,
+            "group": known.group,
+            "parent": self.name(spot, known.path[:at]),
+            "now": self.now,
+        }
+        source = self.sources[spot]
+        assert self.native.chain_of(source.native, twin.native, **asked) == self.oracle.chain_of(
+            source.oracle, twin.oracle, **asked
+        )
 
     @precondition(lambda self: self.stored)
     @rule(pick=picks, tier=tiers, group=groups, wait=waits)

@@ -23,9 +23,11 @@ def free_port() -> int:
 
 
 class RedisServer:
-    """`keep`: every command is on disk before it is answered, so a kill loses nothing."""
+    """`keep`: every command is on disk before it is answered, so a kill loses nothing. `tls`: it speaks nothing else."""
 
-    def __init__(self, folder: Path, *, keep: bool = False, options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, folder: Path, *, keep: bool = False, tls: bool = False, options: tuple[str, ...] = ()
+    ) -> None:
         program = shutil.which("redis-server")
         if program is None:
             assert not os.environ.get("CI"), "redis-server is missing: see .ci/run"
@@ -33,7 +35,8 @@ class RedisServer:
         self.port = free_port()
         self._command = [
             program,
-            *("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder)),
+            *(("--port", "0", "--tls-port", str(self.port)) if tls else ("--port", str(self.port))),
+            *("--bind", "127.0.0.1", "--dir", str(folder)),
             *("--save", "", "--appendonly", "yes" if keep else "no", "--appendfsync", "always"),
             *options,
         ]

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app import hashing
 from app.errors import SnapshotRefused
 from app.pods import PodSpec
 from app.saved_state import SavedContext, SavedPod, SavedSource, SavedState
 from app.snapshots.file import SnapshotReader, SnapshotWriter, previous_of
+from app.snapshots.frames import FrameEncoder
 
 STATE = SavedState(
     at_s=1_795_000_000.5,
@@ -110,6 +112,17 @@ def test_every_length() -> None:
         refusal(content[:length])
 
 
+def test_a_file_of_the_version_before(tmp_path: Path) -> None:
+    """As this one, without contents among its frames."""
+    path = tmp_path / "snapshot"
+    start = b"KVIXSNAP" + (2).to_bytes(4, "little")
+    encoder = FrameEncoder()
+    encoder._checksum = hashing.digest(start)
+    path.write_bytes(b"".join((start, *(encoder.index(frame) for frame in FRAMES), encoder.state(STATE))))
+    reader = SnapshotReader(path)
+    assert (reader.state, list(reader.frames())) == (STATE, FRAMES)
+
+
 def test_frames_in_another_order(tmp_path: Path) -> None:
     write(tmp_path / "a", [b"x", b"y"])
     write(tmp_path / "b", [b"y", b"x"])
@@ -127,7 +140,7 @@ def test_frames_in_another_order(tmp_path: Path) -> None:
     [
         (b"", "is not a snapshot"),
         (b"PK\x03\x04 something else entirely", "is not a snapshot"),
-        (b"KVIXSNAP\x01\x00\x00\x00", "version 1, and this program reads version 2"),
+        (b"KVIXSNAP\x01\x00\x00\x00", "version 1, and this program reads 2 and 3"),
         (b"KVIXSNAP\x02\x00\x00\x00", "its end is missing"),
         (b"KVIXSNAP\x02\x00\x00\x00\x01\x01", "ends within the frame at byte 12"),
         (b"KVIXSNAP\x02\x00\x00\x00\x07" + bytes(8), "there is no frame at byte 12"),

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from app.config import Settings
+from app.errors import SnapshotRefused
+from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
 from app.index.prefix_index import PrefixIndex
 from app.pods import PodSpec, SourceState
 from app.service import IndexerService, MatchQuery, index_limits
@@ -17,13 +21,13 @@ from tests.test_service import Clock, batch, stored, tokens, uint64s
 class Bench:
     """A service with its keeper; `restarted` is the next process, some seconds later."""
 
-    def __init__(self, path: Path, at_s: float = 1_000_000.0) -> None:
+    def __init__(self, path: Path, at_s: float = 1_000_000.0, contents: FuzzyIndex | None = None) -> None:
         self.path = path
         self.clock = Clock()
         self.at_s = at_s
-        settings = Settings(ttl_s=100.0)
-        self.index = PrefixIndex(index_limits(settings))
-        self.service = IndexerService(settings, self.index, clock=self.clock)
+        settings = Settings(ttl_s=100.0, fuzzy=contents is not None)
+        self.index = PrefixIndex(index_limits(settings), contents)
+        self.service = IndexerService(settings, self.index, clock=self.clock, contents=contents)
         self.keeper = SnapshotKeeper(
             self.service,
             self.index,
@@ -33,8 +37,8 @@ class Bench:
             wall=lambda: self.at_s,
         )
 
-    def restarted(self, later_s: float) -> Bench:
-        fresh = Bench(self.path, self.at_s + later_s)
+    def restarted(self, later_s: float, contents: FuzzyIndex | None = None) -> Bench:
+        fresh = Bench(self.path, self.at_s + later_s, contents)
         asyncio.run(fresh.keeper.restore())
         return fresh
 
@@ -171,3 +175,48 @@ def test_copies_come_back(tmp_path: Path) -> None:
     for left in (1, 0):
         fresh.index.remove(source, tier=0, group=0, engine_hashes=uint64s(100), now=1_000)
         assert fresh.service.blocks_by_tier("pod-a", 0)["gpu"] == left
+
+
+def found(bench: Bench, contents: FuzzyIndex, count: int) -> list[tuple[int, int]]:
+    (context,) = bench.index.find_contexts("m", None)
+    windows = contents.grid(context.id, tokens(count * 4), 0, lambda prefixes: prefixes)
+    return [(window.token_offset, match.prefix_hash) for window in windows for match in window.matches]
+
+
+def test_contents_for_fuzzy_matches_come_back(tmp_path: Path) -> None:
+    """With the index; into a program without fuzzy matches; out of one; and where SimHashes are made differently."""
+    contents = FuzzyIndex(FuzzyLimits())
+    bench = Bench(tmp_path / "snapshot", contents=contents)
+    bench.post(0, 3, seq=0)
+    asyncio.run(bench.keeper.save())
+    before = found(bench, contents, 3)
+    assert len(before) == 3
+
+    again = FuzzyIndex(FuzzyLimits())
+    fresh = bench.restarted(1, again)
+    assert found(fresh, again, 3) == before
+    fresh.post(3, 1, seq=1)  # its parent is plain, as it was
+    assert len(found(fresh, again, 4)) == 4
+
+    without = bench.restarted(1)
+    assert without.depths(3) == {"pod-a": 3}
+    asyncio.run(without.keeper.save())
+    empty = FuzzyIndex(FuzzyLimits())
+    fresh = without.restarted(1, empty)
+    assert (fresh.depths(3), found(fresh, empty, 3)) == ({"pod-a": 3}, [])
+
+    asyncio.run(bench.keeper.save())
+    other = FuzzyIndex(FuzzyLimits(shingle=2))
+    fresh = bench.restarted(1, other)
+    assert (fresh.depths(3), found(fresh, other, 3)) == ({"pod-a": 3}, [])
+
+
+def test_every_byte_of_a_snapshot_with_contents_counts(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "snapshot", contents=FuzzyIndex(FuzzyLimits()))
+    bench.post(0, 3, seq=0)
+    asyncio.run(bench.keeper.save())
+    content = bench.path.read_bytes()
+    for at in range(len(content)):
+        bench.path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+        with pytest.raises(SnapshotRefused):
+            SnapshotReader(bench.path)

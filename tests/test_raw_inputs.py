@@ -173,8 +173,8 @@ def entries() -> list[AnyEntry]:
 
 
 GROUPS = [
-    encode_group("r", 1, [encode_entry(entry) for entry in entries()]),
-    *(encode_group("r", 1, [encode_entry(entry)]) for entry in entries()),
+    encode_group("r", 1, [encode_entry(entry) for entry in entries()], follows=0),
+    *(encode_group("r", 1, [encode_entry(entry)], follows=0) for entry in entries()),
 ]
 
 

@@ -96,16 +96,16 @@ async def use_the_log(variant: Variant) -> None:
     for partition in range(PARTITIONS):
         assert await log.first(partition) is None
         assert await log.last(partition) == BEGINNING
-        assert await log.read(partition, BEGINNING, wait=False) == []
+        assert (await log.read(partition, BEGINNING, wait=False))[0] == []
         positions = [await log.append(partition, f"{partition}-{n}".encode()) for n in range(3)]
-        found = await log.read(partition, BEGINNING, wait=True)
+        found, _ = await log.read(partition, BEGINNING, wait=True)
         assert found == [(position, f"{partition}-{n}".encode()) for n, position in enumerate(positions)]
-        assert await log.read(partition, positions[-1], wait=partition == 0) == []
+        assert await log.read(partition, positions[-1], wait=partition == 0) == ([], True)
         assert await log.has(partition, positions[1])
         assert await log.trim(partition, positions[1]) == 1
         assert await log.first(partition) == positions[1]
         assert await log.last(partition) == positions[-1]
-        assert await log.read(partition, positions[1], wait=False) == found[2:]
+        assert await log.read(partition, positions[1], wait=False) == (found[2:], True)
         assert await log.trimmed(partition) == positions[1]
     await log.remove(TERMS.log, PARTITIONS)
     assert await log.first(0) is None

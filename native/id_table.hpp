@@ -205,6 +205,7 @@ class IdTable {
     void remove(uint32_t place) {
       --count;
       set(place, tags[count], id(count), (away >> count & 1) != 0);
+      away = away & ((1u << count) - 1);  // no bits of entries that are not there
     }
 
    private:

@@ -34,7 +34,7 @@ from tests.client.conftest import served
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCK_SIZE = 4
-DEADLINE_S = 20.0
+DEADLINE_S = 90.0
 
 
 def on_a_loop(test: Callable[[str], Coroutine[Any, Any, None]]) -> Callable[[str], None]:

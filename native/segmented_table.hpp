@@ -102,21 +102,6 @@ class SegmentedTable {
     return !next->empty() && next->key == entry->key ? next : nullptr;
   }
 
-  // The first entry with a key at or behind this one, going round past the end; nullptr when the table is
-  // empty.
-  Entry* seek(uint64_t key) {
-    if (size_ == 0) return nullptr;
-    while (true) {
-      Segment& segment = segments_[segment_of(key)];
-      if (segment.size != 0) {
-        Entry* const end = segment.slots() + segment.places;
-        for (Entry* at = segment.slots() + segment.home(key); at < end; ++at)
-          if (!at->empty() && at->key >= key) return at;
-      }
-      key = segment.first_key_behind(key);
-    }
-  }
-
   // Adds an entry, behind those with an equal key. Returns where it lies now.
   Entry* insert(const Entry& entry) {
     assert(!entry.empty() && "an all-zero entry cannot be stored");

@@ -1,5 +1,4 @@
-// Integers of a snapshot frame into bytes and back. Little-endian, columns of one width, and keys in
-// ascending order as differences (5 bytes instead of 8 where ten million share the range).
+// Integers of a snapshot frame into bytes and back. Little-endian, columns of one width.
 //
 // A reader never goes past its end: what is missing reads as 0 and `is_whole` becomes false for good.
 #pragma once
@@ -16,10 +15,6 @@ class FrameWriter {
  public:
   void u32(uint32_t value) { append(&value, sizeof(value)); }
   void u64(uint64_t value) { append(&value, sizeof(value)); }
-  void varint(uint64_t value) {
-    for (; value >= 0x80; value >>= 7) bytes_.push_back(static_cast<uint8_t>(value | 0x80));
-    bytes_.push_back(static_cast<uint8_t>(value));
-  }
   const std::vector<uint8_t>& bytes() const { return bytes_; }
 
  private:
@@ -37,17 +32,6 @@ class FrameReader {
 
   uint32_t u32() { return number<uint32_t>(); }
   uint64_t u64() { return number<uint64_t>(); }
-  uint64_t varint() {
-    uint64_t value = 0;
-    for (unsigned shift = 0; shift < 64; shift += 7) {
-      if (at_ == bytes_.size()) break;
-      const uint8_t byte = bytes_[at_++];
-      value |= uint64_t{byte & 0x7Fu} << shift;
-      if (byte < 0x80) return value;
-    }
-    whole_ = false;
-    return 0;
-  }
   // A number of things that take at least `bytes_each`; never more than can follow.
   size_t count(size_t bytes_each) {
     const uint32_t wanted = u32();

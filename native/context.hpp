@@ -94,6 +94,8 @@ struct LocalSource {
   std::vector<uint32_t> slots;  // live ones
 };
 
+using PrefixTable = IdTable<PrefixOf>;
+
 struct Context {
   static constexpr size_t kPrefetchBytes = 512;  // of the records behind the one that is looked at
 
@@ -104,7 +106,7 @@ struct Context {
   uint64_t seed = 0;
   size_t block_bytes = 0;  // of a block's token ids
   uint64_t last_used = 0;
-  IdTable<PrefixOf> prefixes;
+  PrefixTable prefixes;
   SegmentedTable<Mark> marks;
   ClaimTable claims;
   std::vector<Slot> slots;

@@ -81,10 +81,10 @@ class HolderSets {
   void retain(SetId id, uint32_t count = 1) {
     if (id != kEmptySet) sets_[id].references += count;
   }
-  void release(SetId id) {
-    if (id == kEmptySet) return;
-    assert(sets_[id].references > 0 && "a set is released once for each time it was retained");
-    if (--sets_[id].references == 0) free(id);
+  void release(SetId id, uint32_t count = 1) {
+    if (id == kEmptySet || count == 0) return;
+    assert(sets_[id].references >= count && "a set is released once for each time it was retained");
+    if ((sets_[id].references -= count) == 0) free(id);
   }
 
   uint64_t word_at(SetId id, size_t word) const {

@@ -25,6 +25,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cassert>
 #include <cstdint>
@@ -52,19 +53,26 @@ class IdTable {
     return page_bytes_ + directory_.capacity() * sizeof(uint32_t) + segments_.capacity() * sizeof(Segment);
   }
 
-  void prefetch(uint64_t key) const {
-    const uint64_t spot = bend(key);
-    const Segment& segment = segments_[segment_of(spot)];
-    const Bucket* at = segment.buckets() + segment.home(spot);
+  // Where the entries of a key lie, whatever the shape of the table: whoever asks more than once for a key
+  // finds it out once.
+  enum class Spot : uint64_t {};
+  static Spot spot_of(uint64_t key) { return Spot{bend(key)}; }
+
+  void prefetch(uint64_t key) const { prefetch(spot_of(key)); }
+  void prefetch(Spot spot) const {
+    const Segment& segment = segments_[segment_of(bits(spot))];
+    const Bucket* at = segment.buckets() + segment.home(bits(spot));
     // GCC 12 takes a function that only prefetches for one without effect and drops the calls.
     asm volatile("" : : "r"(at));
     __builtin_prefetch(at);
   }
 
   // The number of a record with this key, kNoBlock when there is none.
-  BlockId find(uint64_t key) const {
+  BlockId find(uint64_t key) const { return find(key, spot_of(key)); }
+  BlockId find(uint64_t key, Spot spot) const {
     BlockId found = kNoBlock;
-    each(key, [&](BlockId id) {
+    each_likely(bits(spot), [&](BlockId id) {
+      if (key_of_(id) != key) return false;
       found = id;
       return true;
     });
@@ -74,7 +82,7 @@ class IdTable {
   // The number of a record that probably has this key, without a look at it; kNoBlock when there is none.
   BlockId likely(uint64_t key) const {
     BlockId found = kNoBlock;
-    each_likely(key, [&](BlockId id) {
+    each_likely(bend(key), [&](BlockId id) {
       found = id;
       return true;
     });
@@ -84,18 +92,18 @@ class IdTable {
   // All records with this key, until `visit(id)` says that it has had enough. It must not change the table.
   template <class Visit>
   void each(uint64_t key, Visit visit) const {
-    each_likely(key, [&](BlockId id) { return key_of_(id) == key && visit(id); });
+    each_likely(bend(key), [&](BlockId id) { return key_of_(id) == key && visit(id); });
   }
 
   // `key` is that of the record; the record is not in the table yet.
-  void insert(uint64_t key, BlockId id) {
-    const uint64_t spot = bend(key);
-    uint32_t index = segment_of(spot);
-    while (segments_[index].size >= segments_[index].fill_max) {
+  void insert(uint64_t key, BlockId id) { insert(spot_of(key), id); }
+  void insert(Spot spot, BlockId id) {
+    uint32_t index = segment_of(bits(spot));
+    while (segments_[index].size >= segments_[index].fill_max) [[unlikely]] {
       make_room(index);
-      index = segment_of(spot);
+      index = segment_of(bits(spot));
     }
-    put(segments_[index], spot, id);
+    put(segments_[index], bits(spot), id);
     ++size_;
   }
 
@@ -202,6 +210,16 @@ class IdTable {
       set(count, tag, id, is_away);
       ++count;
     }
+    // The same for an entry of this bucket, into places that were never used.
+    void append(uint16_t tag, BlockId id) {
+      tags[count] = tag;
+      uint8_t* const at = packed_ids + count * 7 / 2;
+      uint32_t bits;
+      std::memcpy(&bits, at, sizeof(bits));
+      bits |= id << (count & 1) * 4;
+      std::memcpy(at, &bits, sizeof(bits));
+      ++count;
+    }
     void remove(uint32_t place) {
       --count;
       set(place, tags[count], id(count), (away >> count & 1) != 0);
@@ -273,13 +291,14 @@ class IdTable {
     return (uint64_t{piece} << 60) + static_cast<uint64_t>(along >> 62);
   }
 
+  static uint64_t bits(Spot spot) { return static_cast<uint64_t>(spot); }
+
   uint32_t segment_of(uint64_t spot) const {
     return directory_[directory_bits_ == 0 ? 0 : spot >> (64 - directory_bits_)];
   }
 
   template <class Visit>
-  void each_likely(uint64_t key, Visit visit) const {
-    const uint64_t spot = bend(key);
+  void each_likely(uint64_t spot, Visit visit) const {
     const Segment& segment = segments_[segment_of(spot)];
     if (segment.size == 0) return;
     const uint16_t tag = segment.tag(spot);
@@ -350,6 +369,62 @@ class IdTable {
     segments_.emplace_back();
     Segment& lower = segments_[index];
     Segment& upper = segments_[fresh];
+    if (can_deal_out(lower))
+      deal_out(lower, upper);
+    else
+      lift_out(lower, upper);
+    // The directory cells of the old segment are one run; its upper half now names the new one.
+    const size_t run = size_t{1} << (directory_bits_ - lower.depth);
+    const size_t first = upper.first_spot >> (64 - directory_bits_);
+    std::fill_n(directory_.begin() + static_cast<ptrdiff_t>(first), run, fresh);
+  }
+
+  // Whether tags still say the next bit of every spot, and both halves will hold what they get.
+  static bool can_deal_out(const Segment& segment) {
+    if (segment.memory.pages() != kSegmentPages || segment.bucket_end() + 1 > segment.tag_from + kStaleBitsMax)
+      return false;
+    uint32_t low = 0;
+    for (uint32_t at = 0; at < segment.count / 2; ++at) low += segment.buckets()[at].count;
+    const uint32_t half_max = segment.count * kEntries / 2;
+    return low <= half_max && segment.size - low <= half_max;
+  }
+
+  // Splits bucket by bucket: the first bit of its number tells the half, and with the others and the bit
+  // behind them, which the tag has, it is one of two neighbours there. Both have room for all of it.
+  void deal_out(Segment& lower, Segment& upper) {
+    constexpr uint32_t kCount = kSegmentPages * Pages::kPageBytes / sizeof(Bucket);
+    static thread_local std::array<Bucket, kCount> whole;
+    std::memcpy(whole.data(), lower.buckets(), sizeof(whole));
+    const unsigned shift = kTagBits - 1 - (lower.bucket_end() - lower.tag_from);
+    upper.first_spot = lower.first_spot | uint64_t{1} << (63 - lower.depth);
+    upper.depth = lower.depth = static_cast<uint8_t>(lower.depth + 1);
+    upper.tag_from = lower.tag_from;
+    lay_out(upper, kSegmentPages);
+    lay_out(lower, kSegmentPages);
+    lifted_.clear();
+    for (uint32_t at = 0; at < kCount; ++at) {
+      const Bucket& bucket = whole[at];
+      Segment& half = at < kCount / 2 ? lower : upper;
+      Bucket* const pair = half.buckets() + 2 * (at % (kCount / 2));
+      for (uint32_t place = 0; place < bucket.count; ++place) {
+        const BlockId id = bucket.id(place);
+        if (bucket.away >> place & 1) [[unlikely]] {
+          key_of_.prefetch(id);
+          lifted_.push_back({0, id});
+          continue;
+        }
+        pair[bucket.tags[place] >> shift & 1].append(bucket.tags[place], id);
+        ++half.size;
+      }
+    }
+    for (const Lifted& away : lifted_) {
+      const uint64_t spot = bend(key_of_(away.id));
+      put(spot >= upper.first_spot ? upper : lower, spot, away.id);
+    }
+  }
+
+  // Splits entry by entry, whatever they are.
+  void lift_out(Segment& lower, Segment& upper) {
     const std::span<const Lifted> lifted = lift_for_one_more_bit(lower);
     const uint64_t bit = uint64_t{1} << (63 - lower.depth);
     const size_t high_count = static_cast<size_t>(std::count_if(
@@ -360,10 +435,6 @@ class IdTable {
     lay_out(upper, pages_after_split(high_count));
     lay_out(lower, pages_after_split(lifted.size() - high_count));
     for (const Lifted& entry : lifted) put((entry.spot & bit) != 0 ? upper : lower, entry.spot, entry.id);
-    // The directory cells of the old segment are one run; its upper half now names the new one.
-    const size_t run = size_t{1} << (directory_bits_ - lower.depth);
-    const size_t first = upper.first_spot >> (64 - directory_bits_);
-    std::fill_n(directory_.begin() + static_cast<ptrdiff_t>(first), run, fresh);
   }
 
   // For a layout in which a bit more of every spot leads to its bucket. Makes the tags fresh where they would

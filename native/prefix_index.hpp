@@ -266,6 +266,8 @@ class PrefixIndex {
     Place place;
     std::span<const uint64_t> engine_hashes = {}, prefixes = {};
     std::span<const uint64_t> copies = {};  // empty: they are counted; else this is how many there are
+    HashChain* chain = nullptr;             // has the prefixes from `hashed` on; null: all are there
+    size_t hashed = 0;
     const uint8_t* tokens = nullptr;        // of all blocks; null: not known
     std::vector<Content> contents = {};     // of the plain blocks, where their tokens are not known
     size_t plain = 0;                       // leading blocks on whose chains nobody has extra keys
@@ -319,6 +321,26 @@ class PrefixIndex {
   void hash_blocks(const Context& context, uint64_t chain_from, size_t blocks, const uint8_t* tokens,
                    const ExtraKeys& extra, std::vector<uint64_t>& prefixes) const;
   uint64_t store_frame(Context& context, Frame first, Tick now, bool count_copies);
+  // Whether blocks concern nothing but records, names and contents.
+  bool is_quiet(const Frame& frame) const {
+    return orphans_.is_empty() && marks_ == 0 && !exporting_ && frame.copies.empty() &&
+           frame.orphan.living.empty() && frame.owner == 0;
+  }
+  size_t store_run(Context& context, Frame& frame, Tick now, bool count_copies, bool told);
+  void store_known(Context& context, Frame& frame, Tick now, bool count_copies, bool told);
+  void store_new(Context& context, Frame& frame, Tick now, bool told);
+  uint64_t prefix_at(Frame& frame, size_t block) {
+    while (frame.hashed <= block) hashed_[frame.hashed++] = frame.chain->next();
+    return frame.prefixes[block];
+  }
+  void tell(Context& context, const Frame& frame, size_t block, BlockRecord& record) {
+    record.is_plain = true;
+    if (frame.tokens != nullptr)
+      contents_.born(context.id, frame.prefixes[block], frame.tokens + block * context.block_bytes,
+                     context.block_bytes);
+    else
+      contents_.born(context.id, frame.prefixes[block], frame.contents[block]);
+  }
   BlockId find_next(Context& context, Frame& frame);
   void store_block(Context& context, Frame& frame, Tick now, bool count_copies, bool told);
   bool store_name(Context& context, uint32_t slot, uint64_t key, uint64_t prefix, BlockId& id, Tick now,

@@ -111,8 +111,9 @@ Stored PrefixIndex::store(const Place& place, uint32_t id, std::span<const uint6
     plain = pool_[named->id].is_plain;
     before = named->id;
   }
-  hash_blocks(context, chain_from, blocks, tokens, extra, hashed_);
-  Frame frame{.place = place, .engine_hashes = engine_hashes, .prefixes = hashed_};
+  HashChain chain(chain_from, tokens, context.block_bytes, extra.ends.empty() ? nullptr : &extra);
+  hashed_.resize(blocks);
+  Frame frame{.place = place, .engine_hashes = engine_hashes, .prefixes = hashed_, .chain = &chain};
   frame.tokens = tokens;
   frame.plain = plain_blocks(plain, extra, blocks);
   frame.before = before;
@@ -215,11 +216,13 @@ uint64_t PrefixIndex::store_frame(Context& context, Frame first, Tick now, bool 
   frames.push_back(std::move(first));
   while (!frames.empty()) {
     Frame& frame = frames.back();
+    if (is_quiet(frame)) stored += store_run(context, frame, now, count_copies, told);
     if (frame.next == frame.engine_hashes.size()) {
       frames.pop_back();
       continue;
     }
     const size_t block = frame.next++;
+    if (frame.chain != nullptr) prefix_at(frame, frame.prefixes.size() - 1);
     if (frame.is_living(block)) {
       store_block(context, frame, now, count_copies, told);
       ++stored;
@@ -230,6 +233,125 @@ uint64_t PrefixIndex::store_frame(Context& context, Frame first, Tick now, bool 
   }
   contents_.flush();
   return stored;
+}
+
+// Stores the next blocks of a quiet frame up to one that takes more than these two ways; returns how many.
+size_t PrefixIndex::store_run(Context& context, Frame& frame, Tick now, bool count_copies, bool told) {
+  const size_t begin = frame.next;
+  if (!frame.slot) frame.slot = slot_of(context, frame.place);
+  for (size_t at = begin; at < frame.engine_hashes.size(); at = frame.next) {
+    store_known(context, frame, now, count_copies, told);
+    store_new(context, frame, now, told);
+    if (frame.next == at) break;
+  }
+  return frame.next - begin;
+}
+
+// The next blocks that lie one behind the other, as they do when they were stored together, each under the
+// name by which it comes now. All of them take the same step from one set of slots to another, nearly always.
+void PrefixIndex::store_known(Context& context, Frame& frame, Tick now, bool count_copies, bool told) {
+  const uint32_t slot = *frame.slot;
+  SetId holders = kEmptySet, more_holders = kEmptySet, owners = kEmptySet, more_owners = kEmptySet;
+  bool held = false;
+  uint32_t moved = 0;
+  uint64_t digest = 0;
+  const auto settle = [&] {
+    sets_.retain(more_holders, moved);
+    sets_.retain(more_owners, moved);
+    sets_.release(holders, moved);
+    sets_.release(owners, moved);
+    context.slots[slot].blocks += moved;
+    moved = 0;
+  };
+  for (; frame.next < frame.engine_hashes.size(); ++frame.next) {
+    const size_t block = frame.next;
+    const uint64_t prefix = prefix_at(frame, block);
+    const BlockId id = context.behind(sets_, frame.before, prefix);
+    if (id == kNoBlock) break;
+    BlockRecord& record = pool_[id];
+    if (record.name != mix64(frame.engine_hashes[block]) || record.has_namesake) break;
+    if (record.is_expired(now, limits_.ttl) || (told && block < frame.plain && !record.is_plain)) break;
+    if (record.holders != holders || record.owners != owners) {
+      if (record.owners == kEmptySet) break;
+      settle();
+      holders = record.holders;
+      owners = record.owners;
+      held = sets_.contains(holders, slot);
+      if (held != sets_.contains(owners, slot)) break;
+      if (!held) {
+        more_holders = sets_.with(holders, context.id, slot);
+        more_owners = sets_.with(owners, context.id, slot);
+      }
+    }
+    if (!held) {
+      record.holders = more_holders;
+      record.owners = more_owners;
+      ++moved;
+      digest += mix64(prefix);
+      frame.restating = false;
+    } else if (count_copies && !frame.restating) {
+      break;
+    }
+    record.last_seen = now;
+    frame.before = id;
+    frame.in_order = true;
+  }
+  settle();
+  context.slots[slot].digest += digest;
+}
+
+// The next blocks whose prefixes and names are new. What their insertion needs of the tables is fetched while
+// the blocks before them are inserted.
+void PrefixIndex::store_new(Context& context, Frame& frame, Tick now, bool told) {
+  struct Spots {
+    PrefixTable::Spot prefix;
+    NameTable::Spot name;
+  };
+  std::array<Spots, kAhead> ring;
+  const uint32_t slot = *frame.slot;
+  const size_t end = frame.engine_hashes.size();
+  const SetId alone = sets_.with(kEmptySet, context.id, slot);
+  sets_.retain(alone);
+  uint64_t digest = 0;
+  const size_t begin = frame.next;
+  size_t fetched = begin;
+  for (; frame.next < end; ++frame.next) {
+    const size_t block = frame.next;
+    // Of the first block it is not known yet whether it is new.
+    for (const size_t ahead = block == begin ? block + 1 : std::min(end, block + kAhead); fetched < ahead;
+         ++fetched) {
+      Spots& spots = ring[fetched % kAhead];
+      spots = {PrefixTable::spot_of(prefix_at(frame, fetched)),
+               NameTable::spot_of(mix64(frame.engine_hashes[fetched]))};
+      context.prefixes.prefetch(spots.prefix);
+      names_.prefetch(spots.name);
+    }
+    const Spots& spots = ring[block % kAhead];
+    const uint64_t prefix = frame.prefixes[block];
+    const uint64_t key = mix64(frame.engine_hashes[block]);
+    if (context.prefixes.find(prefix, spots.prefix) != kNoBlock) break;
+    if (names_.find(key, spots.name) != kNoBlock) break;
+    if (other_names_.size() != 0 && other_names_.find(key) != nullptr) break;
+    if (context.prefixes.size() >= limits_.prefixes_per_context_max) evict(context);
+    if (pool_.is_full()) throw std::bad_alloc();
+    const BlockId id = pool_.add();
+    BlockRecord& record = pool_[id];
+    record.prefix = prefix;
+    record.name = key;
+    record.holders = record.owners = alone;
+    record.last_seen = now;
+    sets_.retain(alone, 2);
+    context.prefixes.insert(spots.prefix, id);
+    names_.insert(spots.name, id);
+    ++context.slots[slot].blocks;
+    digest += mix64(prefix);
+    if (told && block < frame.plain) tell(context, frame, block, record);
+    frame.before = id;
+    frame.in_order = false;
+    frame.restating = false;
+  }
+  sets_.release(alone);
+  context.slots[slot].digest += digest;
 }
 
 // Pushes a frame for each orphan that waits for this block, the oldest on top. A block that came without
@@ -269,13 +391,7 @@ void PrefixIndex::store_block(Context& context, Frame& frame, Tick now, bool cou
   }
   BlockRecord& record = pool_[id];
   record.last_seen = now;
-  if (told && block < frame.plain && !record.is_plain) {
-    record.is_plain = true;
-    if (frame.tokens != nullptr)
-      contents_.born(context.id, prefix, frame.tokens + block * context.block_bytes, context.block_bytes);
-    else
-      contents_.born(context.id, prefix, frame.contents[block]);
-  }
+  if (told && block < frame.plain && !record.is_plain) tell(context, frame, block, record);
   if (told && frame.owner != 0) owners_.claim(context.claims, prefix, *frame.slot, frame.owner);
   if (marks_ != 0) confirm(context, prefix, context.slots[*frame.slot].local);
 }

@@ -381,7 +381,8 @@ class IdTable {
 
   // Whether tags still say the next bit of every spot, and both halves will hold what they get.
   static bool can_deal_out(const Segment& segment) {
-    if (segment.memory.pages() != kSegmentPages || segment.bucket_end() + 1 > segment.tag_from + kStaleBitsMax)
+    if (segment.memory.pages() != kSegmentPages ||
+        segment.bucket_end() + 1 > segment.tag_from + kStaleBitsMax)
       return false;
     uint32_t low = 0;
     for (uint32_t at = 0; at < segment.count / 2; ++at) low += segment.buckets()[at].count;

@@ -266,8 +266,8 @@ class PrefixIndex {
     Place place;
     std::span<const uint64_t> engine_hashes = {}, prefixes = {};
     std::span<const uint64_t> copies = {};  // empty: they are counted; else this is how many there are
-    HashChain* chain = nullptr;             // has the prefixes from `hashed` on; null: all are there
-    size_t hashed = 0;
+    HashChain* chain = nullptr;             // computes the prefixes from `hashed` on, in order
+    size_t hashed = SIZE_MAX;               // all of them
     const uint8_t* tokens = nullptr;        // of all blocks; null: not known
     std::vector<Content> contents = {};     // of the plain blocks, where their tokens are not known
     size_t plain = 0;                       // leading blocks on whose chains nobody has extra keys

@@ -113,7 +113,8 @@ Stored PrefixIndex::store(const Place& place, uint32_t id, std::span<const uint6
   }
   HashChain chain(chain_from, tokens, context.block_bytes, extra.ends.empty() ? nullptr : &extra);
   hashed_.resize(blocks);
-  Frame frame{.place = place, .engine_hashes = engine_hashes, .prefixes = hashed_, .chain = &chain};
+  Frame frame{
+      .place = place, .engine_hashes = engine_hashes, .prefixes = hashed_, .chain = &chain, .hashed = 0};
   frame.tokens = tokens;
   frame.plain = plain_blocks(plain, extra, blocks);
   frame.before = before;
@@ -222,7 +223,7 @@ uint64_t PrefixIndex::store_frame(Context& context, Frame first, Tick now, bool 
       continue;
     }
     const size_t block = frame.next++;
-    if (frame.chain != nullptr) prefix_at(frame, frame.prefixes.size() - 1);
+    prefix_at(frame, frame.prefixes.size() - 1);
     if (frame.is_living(block)) {
       store_block(context, frame, now, count_copies, told);
       ++stored;
@@ -241,7 +242,7 @@ size_t PrefixIndex::store_run(Context& context, Frame& frame, Tick now, bool cou
   if (!frame.slot) frame.slot = slot_of(context, frame.place);
   for (size_t at = begin; at < frame.engine_hashes.size(); at = frame.next) {
     store_known(context, frame, now, count_copies, told);
-    store_new(context, frame, now, told);
+    if (frame.next < frame.engine_hashes.size()) store_new(context, frame, now, told);
     if (frame.next == at) break;
   }
   return frame.next - begin;
@@ -303,55 +304,51 @@ void PrefixIndex::store_known(Context& context, Frame& frame, Tick now, bool cou
 // The next blocks whose prefixes and names are new. What their insertion needs of the tables is fetched while
 // the blocks before them are inserted.
 void PrefixIndex::store_new(Context& context, Frame& frame, Tick now, bool told) {
-  struct Spots {
+  struct Ahead {
     PrefixTable::Spot prefix;
     NameTable::Spot name;
+    uint64_t key;
   };
-  std::array<Spots, kAhead> ring;
-  const uint32_t slot = *frame.slot;
-  const size_t end = frame.engine_hashes.size();
-  const SetId alone = sets_.with(kEmptySet, context.id, slot);
-  sets_.retain(alone);
-  uint64_t digest = 0;
+  std::array<Ahead, kAhead> ring;
+  Slot& slot = context.slots[*frame.slot];
   const size_t begin = frame.next;
-  size_t fetched = begin;
-  for (; frame.next < end; ++frame.next) {
+  const size_t end = frame.engine_hashes.size();
+  const SetId alone = sets_.with(kEmptySet, context.id, *frame.slot);
+  const auto references = static_cast<uint32_t>(2 * (end - begin));
+  sets_.retain(alone, references);
+  for (size_t fetched = begin; frame.next < end; ++frame.next) {
     const size_t block = frame.next;
     // Of the first block it is not known yet whether it is new.
-    for (const size_t ahead = block == begin ? block + 1 : std::min(end, block + kAhead); fetched < ahead;
-         ++fetched) {
-      Spots& spots = ring[fetched % kAhead];
-      spots = {PrefixTable::spot_of(prefix_at(frame, fetched)),
-               NameTable::spot_of(mix64(frame.engine_hashes[fetched]))};
-      context.prefixes.prefetch(spots.prefix);
-      names_.prefetch(spots.name);
+    const size_t ahead = block == begin ? block + 1 : std::min(end, block + kAhead);
+    for (; fetched < ahead; ++fetched) {
+      const uint64_t key = mix64(frame.engine_hashes[fetched]);
+      Ahead& next = ring[fetched % kAhead];
+      next = {PrefixTable::spot_of(prefix_at(frame, fetched)), NameTable::spot_of(key), key};
+      context.prefixes.prefetch(next.prefix);
+      names_.prefetch(next.name);
     }
-    const Spots& spots = ring[block % kAhead];
+    const Ahead& at = ring[block % kAhead];
     const uint64_t prefix = frame.prefixes[block];
-    const uint64_t key = mix64(frame.engine_hashes[block]);
-    if (context.prefixes.find(prefix, spots.prefix) != kNoBlock) break;
-    if (names_.find(key, spots.name) != kNoBlock) break;
-    if (other_names_.size() != 0 && other_names_.find(key) != nullptr) break;
+    if (context.prefixes.find(prefix, at.prefix) != kNoBlock) break;
+    if (names_.find(at.key, at.name) != kNoBlock) break;
+    if (other_names_.size() != 0 && other_names_.find(at.key) != nullptr) break;
     if (context.prefixes.size() >= limits_.prefixes_per_context_max) evict(context);
     if (pool_.is_full()) throw std::bad_alloc();
     const BlockId id = pool_.add();
     BlockRecord& record = pool_[id];
     record.prefix = prefix;
-    record.name = key;
+    record.name = at.key;
     record.holders = record.owners = alone;
     record.last_seen = now;
-    sets_.retain(alone, 2);
-    context.prefixes.insert(spots.prefix, id);
-    names_.insert(spots.name, id);
-    ++context.slots[slot].blocks;
-    digest += mix64(prefix);
+    context.prefixes.insert(at.prefix, id);
+    names_.insert(at.name, id);
+    ++slot.blocks;
+    slot.digest += mix64(prefix);
     if (told && block < frame.plain) tell(context, frame, block, record);
     frame.before = id;
-    frame.in_order = false;
-    frame.restating = false;
+    frame.in_order = frame.restating = false;
   }
-  sets_.release(alone);
-  context.slots[slot].digest += digest;
+  sets_.release(alone, references - static_cast<uint32_t>(2 * (frame.next - begin)));
 }
 
 // Pushes a frame for each orphan that waits for this block, the oldest on top. A block that came without

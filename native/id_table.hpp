@@ -108,15 +108,17 @@ class IdTable {
   }
 
   // The record is in the table under this key.
-  void erase(uint64_t key, BlockId id) {
-    const uint64_t spot = bend(key);
+  void erase(uint64_t key, BlockId id) { erase(spot_of(key), id); }
+  void erase(Spot of_key, BlockId id) {
+    const uint64_t spot = bits(of_key);
     const uint32_t index = segment_of(spot);
     Segment& segment = segments_[index];
+    const uint16_t tag = segment.tag(spot);
     Bucket* const buckets = segment.buckets();
     uint32_t at = segment.home(spot);
     while (true) {
       Bucket& bucket = buckets[at];
-      const uint32_t place = bucket.place_of(id);
+      const uint32_t place = bucket.place_of(tag, id);
       if (place != kEntries) {
         bucket.remove(place);
         break;
@@ -201,10 +203,11 @@ class IdTable {
       return found & used;
 #endif
     }
-    uint32_t place_of(BlockId wanted) const {
-      uint32_t place = 0;
-      while (place < count && id(place) != wanted) ++place;
-      return place < count ? place : kEntries;
+    uint32_t place_of(uint16_t tag, BlockId wanted) const {
+      for (uint32_t found = matches(tag); found != 0; found &= found - 1)
+        if (const auto place = static_cast<uint32_t>(std::countr_zero(found)); id(place) == wanted)
+          return place;
+      return kEntries;
     }
     void add(uint16_t tag, BlockId id, bool is_away) {
       set(count, tag, id, is_away);

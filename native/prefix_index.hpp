@@ -272,7 +272,6 @@ class PrefixIndex {
     std::vector<Content> contents = {};     // of the plain blocks, where their tokens are not known
     size_t plain = 0;                       // leading blocks on whose chains nobody has extra keys
     BlockId before = kNoBlock;              // of the block before the next one
-    bool in_order = true;                   // the last block lay behind the one before it
     bool restating = false;  // a root event: leading blocks that the slot names are told again, not copied
     std::optional<uint32_t> slot = {};  // made with the first block that is stored
     uint32_t owner = 0;
@@ -281,6 +280,12 @@ class PrefixIndex {
     std::vector<uint64_t> own_prefixes = {};
 
     bool is_living(size_t block) const { return orphan.living.empty() || orphan.living[block]; }
+  };
+  struct Storing {  // what the blocks of one call have in common
+    Context& context;
+    Tick now;
+    bool count_copies;
+    bool told;  // the fuzzy index takes the context
   };
   struct Named {
     Context* context;
@@ -296,16 +301,46 @@ class PrefixIndex {
     Place place;
     BlockId near = kNoBlock;  // the record whose name was removed last
     int32_t step = 0;         // from the record before to that one, when they are neighbours
-    bool discards = false;    // that record is gone
     Context* context = nullptr;
     std::optional<uint32_t> slot = {};  // of the place in `context`
   };
   enum class Stage { kGraveyard, kRecords, kMarks, kClaims, kOtherNames, kCopies, kAliases };
 
-  // prefix_index_events.cpp
+  // prefix_index_contexts.cpp
   void drop_context(uint32_t id);
   uint32_t local_source(Context& context, uint32_t source);
   uint32_t slot_of(Context& context, const Place& place);
+
+  // prefix_index_store.cpp
+  void hash_blocks(const Context& context, uint64_t chain_from, size_t blocks, const uint8_t* tokens,
+                   const ExtraKeys& extra, std::vector<uint64_t>& prefixes) const;
+  static size_t plain_blocks(bool parent, const ExtraKeys& extra, size_t blocks);
+  uint64_t store_frame(Context& context, Frame first, Tick now, bool count_copies);
+  void release_waiters(Context& context, const Frame& frame, size_t block, std::vector<Frame>& frames);
+  uint64_t prefix_at(Frame& frame, size_t block) {
+    while (frame.hashed <= block) hashed_[frame.hashed++] = frame.chain->next();
+    return frame.prefixes[block];
+  }
+  size_t store_run(const Storing& by, Frame& frame);
+  void store_known(const Storing& by, Frame& frame);
+  void store_new(const Storing& by, Frame& frame);
+  void store_block(const Storing& by, Frame& frame);
+  bool store_name(const Storing& by, uint32_t slot, uint64_t key, uint64_t prefix, BlockId& id, bool counts);
+  void see(const Storing& by, Frame& frame, size_t block, BlockId id);
+
+  // prefix_index_remove.cpp
+  size_t remove_run(Removal& removal, std::span<const uint64_t> engine_hashes, Tick now);
+  bool is_counted(Context& context, const BlockRecord& record);
+  void find_targets(Removal& removal, uint64_t key);
+  uint64_t remove_name(Removal& removal, uint64_t key, Tick now);
+  void prefetch_removal(const Removal& removal, std::span<const uint64_t> engine_hashes) const;
+
+  // prefix_index_names.cpp: records
+  BlockId add_record(Context& context, uint64_t prefix, SetId holders, Tick last_seen);
+  void hold(Context& context, uint32_t slot, BlockId& id, uint64_t prefix, Tick now);
+  void unname(BlockId id);
+  void discard(Context& context, BlockId id);
+  void replace(SetId& set, SetId by);
   bool holds(uint32_t slot, BlockId id, Tick now) const {
     return id != kNoBlock && !pool_[id].is_expired(now, limits_.ttl) &&
            sets_.contains(pool_[id].holders, slot);
@@ -316,53 +351,15 @@ class PrefixIndex {
     sets_.for_each(record.holders, [&](uint32_t slot) { held |= context.slots[slot].live; });
     return held;
   }
-  std::optional<Named> resolve(uint32_t source, uint64_t engine_hash, Tick now, const Context* only,
-                               const Place* preferred);
-  void hash_blocks(const Context& context, uint64_t chain_from, size_t blocks, const uint8_t* tokens,
-                   const ExtraKeys& extra, std::vector<uint64_t>& prefixes) const;
-  uint64_t store_frame(Context& context, Frame first, Tick now, bool count_copies);
-  // Whether blocks concern nothing but records, names and contents.
-  bool is_quiet(const Frame& frame) const {
-    return orphans_.is_empty() && marks_ == 0 && !exporting_ && frame.copies.empty() &&
-           frame.orphan.living.empty() && frame.owner == 0;
-  }
-  size_t store_run(Context& context, Frame& frame, Tick now, bool count_copies, bool told);
-  void store_known(Context& context, Frame& frame, Tick now, bool count_copies, bool told);
-  void store_new(Context& context, Frame& frame, Tick now, bool told);
-  uint64_t prefix_at(Frame& frame, size_t block) {
-    while (frame.hashed <= block) hashed_[frame.hashed++] = frame.chain->next();
-    return frame.prefixes[block];
-  }
-  void tell(Context& context, const Frame& frame, size_t block, BlockRecord& record) {
-    record.is_plain = true;
-    if (frame.tokens != nullptr)
-      contents_.born(context.id, frame.prefixes[block], frame.tokens + block * context.block_bytes,
-                     context.block_bytes);
-    else
-      contents_.born(context.id, frame.prefixes[block], frame.contents[block]);
-  }
-  BlockId find_next(Context& context, Frame& frame);
-  void store_block(Context& context, Frame& frame, Tick now, bool count_copies, bool told);
-  bool store_name(Context& context, uint32_t slot, uint64_t key, uint64_t prefix, BlockId& id, Tick now,
-                  bool count_copies);
-  void release_waiters(Context& context, uint32_t source, uint64_t engine_hash, uint64_t prefix, bool plain,
-                       std::vector<Frame>& frames);
-  static size_t plain_blocks(bool parent, const ExtraKeys& extra, size_t blocks);
   // Nobody holds the record any more.
   void die(Context& context, const BlockRecord& record) {
     owners_.drop(context.claims, record.prefix);
     if (record.is_plain) contents_.died(context.id, record.prefix);
   }
-  void confirm(Context& context, uint64_t prefix, uint32_t local);
-  void replace(SetId& set, SetId by);
 
-  // records
-  BlockId add_record(Context& context, uint64_t prefix, SetId holders, Tick last_seen);
-  void hold(Context& context, uint32_t slot, BlockId& id, uint64_t prefix, Tick now);
-  void unname(BlockId id);
-  void discard(Context& context, BlockId id);
-
-  // names
+  // prefix_index_names.cpp: names
+  std::optional<Named> resolve(uint32_t source, uint64_t engine_hash, Tick now, const Context* only,
+                               const Place* preferred);
   template <class Visit>  // bool(Naming): true when it has seen enough
   void each_name(uint64_t key, Visit visit);
   SetId owners_of(const Naming& name) const {
@@ -378,9 +375,9 @@ class PrefixIndex {
   void own(Context& context, uint32_t slot, const Naming& name, BlockId id, uint64_t key);
   void disown(Context& context, uint32_t slot, const Naming& name, Tick now);
   void uncount(uint64_t key, SetId owners, SetId left);
-  void find_targets(Removal& removal, uint64_t key);
-  uint64_t remove_name(Removal& removal, uint64_t key, Tick now);
-  void prefetch_removal(const Removal& removal, std::span<const uint64_t> engine_hashes, size_t block) const;
+
+  // prefix_index_queries.cpp
+  void confirm(Context& context, uint64_t prefix, uint32_t local);
 
   Context& use(uint32_t id) {
     Context& context = *contexts_.at(id);

@@ -264,6 +264,8 @@ class ReferenceIndex:
         known = self._contexts[context]
         restating = chain_from is None and len(names) > 1
         plain_blocks = len(contents) // 16 if chain_from is None or chain_from in known.plain else 0
+        if chain_from is None or chain_from in known.ever_plain:
+            known.ever_plain.update(prefixes[: len(contents) // 16])
         stored = 0
         for i, (engine_hash, prefix) in enumerate(zip(names, prefixes, strict=True)):
             name = self._names.get(slot, {}).get(engine_hash)
@@ -271,7 +273,6 @@ class ReferenceIndex:
             self._hold(slot, engine_hash, prefix, count_copies and not restating, owner)
             if i < plain_blocks:
                 known.plain.add(prefix)
-                known.ever_plain.add(prefix)
             waiting = self._take_waiting(slot, engine_hash)
             stored += 1 + sum(self._chain(orphan, prefix, count_copies) for orphan in waiting)
         return StoreResult(stored, 0, 0)

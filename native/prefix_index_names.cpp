@@ -1,0 +1,190 @@
+// Records and their names, one at a time.
+#include <array>
+#include <new>
+
+#include "prefix_index.hpp"
+
+namespace kvindexer {
+
+// What the source calls `engine_hash`: in one context or, when that is null, in any; of several slots that
+// name it so, the preferred place comes first, then the others by tier, group and the context's seed, which
+// is the same in every process.
+std::optional<PrefixIndex::Named> PrefixIndex::resolve(uint32_t source, uint64_t engine_hash, Tick now,
+                                                       const Context* only, const Place* preferred) {
+  std::optional<Named> best;
+  std::array<uint64_t, 4> best_rank{};
+  each_name(mix64(engine_hash), [&](const Naming& name) {
+    const SetId owners = owners_of(name);
+    Context* const context = find_context(sets_.context(owners));
+    if (context == nullptr || (only != nullptr && context != only)) return false;
+    const LocalSource* const local = context->find_source(source);
+    if (local == nullptr) return false;
+    const BlockId id = name.id != kNoBlock ? name.id : context->prefixes.find(name.other->prefix);
+    for (const uint32_t number : local->slots) {
+      const Slot& slot = context->slots[number];
+      const bool is_preferred =
+          preferred != nullptr && slot.tier == preferred->tier && slot.group == preferred->group;
+      const std::array<uint64_t, 4> rank{is_preferred ? 0u : 1u, slot.tier, slot.group, context->seed};
+      if ((best && rank >= best_rank) || !sets_.contains(owners, number)) continue;
+      if (!holds(number, id, now)) continue;
+      best = Named{context, pool_[id].prefix, id};
+      best_rank = rank;
+    }
+    return false;
+  });
+  return best;
+}
+
+// -- records
+
+// A new record; takes over the caller's reference to `holders`. May evict others.
+BlockId PrefixIndex::add_record(Context& context, uint64_t prefix, SetId holders, Tick last_seen) {
+  if (context.prefixes.size() >= limits_.prefixes_per_context_max) evict(context);
+  if (pool_.is_full()) throw std::bad_alloc();
+  const BlockId id = pool_.add();
+  BlockRecord& record = pool_[id];
+  record.prefix = prefix;
+  record.holders = holders;
+  record.last_seen = last_seen;
+  context.prefixes.insert(prefix, id);
+  return id;
+}
+
+// Adds the slot to the holders; `id` is kNoBlock when the prefix is new, and becomes its record.
+void PrefixIndex::hold(Context& context, uint32_t slot, BlockId& id, uint64_t prefix, Tick now) {
+  if (id == kNoBlock) {
+    const SetId alone = sets_.with(kEmptySet, context.id, slot);
+    sets_.retain(alone);
+    id = add_record(context, prefix, alone, now);
+  } else {
+    SetId holders = pool_[id].holders;
+    replace(holders, sets_.with(holders, context.id, slot));
+    pool_[id].holders = holders;
+  }
+  ++context.slots[slot].blocks;
+  context.slots[slot].digest += mix64(prefix);
+}
+
+// Takes away the name that lies in a record.
+void PrefixIndex::unname(BlockId id) {
+  BlockRecord& record = pool_[id];
+  if (record.owners == kEmptySet) return;
+  names_.erase(record.name, id);
+  uncount(record.name, record.owners, kEmptySet);
+  sets_.release(record.owners);
+  record.owners = kEmptySet;
+}
+
+// Takes a record that nobody holds any more out of everything.
+void PrefixIndex::discard(Context& context, BlockId id) {
+  die(context, pool_[id]);
+  context.prefixes.erase(pool_[id].prefix, id);
+  unname(id);
+  pool_.free(id);
+}
+
+void PrefixIndex::replace(SetId& set, SetId by) {
+  sets_.retain(by);
+  sets_.release(set);
+  set = by;
+}
+
+// -- names
+
+// The name (engine hash, prefix) of this context, whoever owns it; `id` is the prefix's record. Should the
+// slot call another prefix so, that ends: the newest wins.
+PrefixIndex::Naming PrefixIndex::find_own_name(Context& context, uint32_t slot, uint64_t key, uint64_t prefix,
+                                               BlockId id, Tick now) {
+  if (id != kNoBlock) {
+    const BlockRecord& record = pool_[id];
+    if (record.owners != kEmptySet && record.name == key && !record.has_namesake) return {id, nullptr};
+  }
+  Naming same, older;
+  do {
+    same = older = {};
+    each_name(key, [&](const Naming& name) {
+      if (sets_.context(owners_of(name)) != context.id) return false;
+      const uint64_t named = name.id != kNoBlock ? pool_[name.id].prefix : name.other->prefix;
+      if (named == prefix)
+        same = name;
+      else if (owns(name, context, slot))
+        older = name;
+      return static_cast<bool>(older);
+    });
+    if (older) disown(context, slot, older, now);  // the tables have moved
+  } while (older);
+  return same;
+}
+
+// A new name of the record's prefix; takes over the caller's reference to `owners`.
+void PrefixIndex::add_name(BlockId id, uint64_t key, SetId owners) {
+  bool has_namesake = false;
+  names_.each(key, [&](BlockId namesake) {
+    pool_[namesake].has_namesake = has_namesake = true;
+    return false;
+  });
+  BlockRecord& record = pool_[id];
+  if (record.owners != kEmptySet) {
+    other_names_.insert(OtherName{key, record.prefix, owners});
+    return;
+  }
+  record.name = key;
+  record.owners = owners;
+  record.has_namesake = has_namesake || (other_names_.size() != 0 && other_names_.find(key) != nullptr);
+  names_.insert(key, id);
+}
+
+void PrefixIndex::set_owners(const Naming& name, SetId owners) {
+  if (name.id != kNoBlock)
+    pool_[name.id].owners = owners;
+  else
+    name.other->owners = owners;
+}
+
+// Adds the slot to the owners of the name, or of a new one when there is none.
+void PrefixIndex::own(Context& context, uint32_t slot, const Naming& name, BlockId id, uint64_t key) {
+  SetId owners = name ? owners_of(name) : kEmptySet;
+  const SetId more = sets_.with(owners, context.id, slot);
+  if (name) {
+    replace(owners, more);
+    return set_owners(name, owners);
+  }
+  sets_.retain(more);
+  add_name(id, key, more);
+}
+
+// The slot loses a name with all its copies and, when that was its last one for the prefix, the prefix.
+void PrefixIndex::disown(Context& context, uint32_t slot, const Naming& name, Tick now) {
+  const bool in_record = name.id != kNoBlock;
+  const uint64_t key = in_record ? pool_[name.id].name : name.other->key;
+  const uint64_t prefix = in_record ? pool_[name.id].prefix : name.other->prefix;
+  touch(key);
+  copies_.set(key, context.id, slot, 0);
+  SetId owners = owners_of(name);
+  replace(owners, sets_.without(owners, slot));
+  set_owners(name, owners);
+  if (owners == kEmptySet && in_record) names_.erase(key, name.id);
+  if (owners == kEmptySet && !in_record) other_names_.erase(name.other);
+
+  const BlockId id = in_record ? name.id : context.prefixes.find(prefix);
+  if (!holds(slot, id, now)) return;
+  if (const uint64_t others = aliases_.get(prefix, context.id, slot); others != 0)
+    return aliases_.set(prefix, context.id, slot, others - 1);
+  --context.slots[slot].blocks;
+  context.slots[slot].digest -= mix64(prefix);
+  SetId holders = pool_[id].holders;
+  replace(holders, sets_.without(holders, slot));
+  pool_[id].holders = holders;
+  owners_.drop(context.claims, prefix, [slot](uint32_t claimant) { return claimant == slot; });
+  if (holders == kEmptySet) discard(context, id);
+}
+
+// The owners that are not among those that are `left` have no copies of a name any more.
+void PrefixIndex::uncount(uint64_t key, SetId owners, SetId left) {
+  if (copies_.is_empty()) return;
+  sets_.for_each(owners, [&](uint32_t slot) {
+    if (left == kEmptySet || !sets_.contains(left, slot)) copies_.set(key, sets_.context(owners), slot, 0);
+  });
+}
+
+}  // namespace kvindexer

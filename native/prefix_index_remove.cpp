@@ -1,0 +1,174 @@
+// Removing: what engines say is gone.
+#include <algorithm>
+#include <array>
+
+#include "prefix_index.hpp"
+
+namespace kvindexer {
+
+Removed PrefixIndex::remove(const Place& place, std::span<const uint64_t> engine_hashes, Tick now) {
+  orphans_.expire(now, limits_.ttl);
+  Removal removal{.place = place};
+  Removed result;
+  while (true) {
+    const size_t run = remove_run(removal, engine_hashes, now);
+    result.removed += run;
+    engine_hashes = engine_hashes.subspan(run);
+    if (engine_hashes.empty()) break;
+    prefetch_removal(removal, engine_hashes);
+    uint64_t removed = remove_name(removal, mix64(engine_hashes.front()), now);
+    if (removed == 0 && orphans_.kill(place, engine_hashes.front())) removed = 1;
+    result.removed += removed;
+    result.unknown += removed == 0 ? 1 : 0;
+    engine_hashes = engine_hashes.subspan(1);
+  }
+  contents_.flush();
+  return result;
+}
+
+// The next names, as long as each lies in the record beside the one before it and is the slot's only one for
+// a block that it holds once. Nearly all of them take the same step from one set of slots to another. Where
+// nobody is left, what the tables need is fetched kAhead blocks early. Returns how many went.
+size_t PrefixIndex::remove_run(Removal& removal, std::span<const uint64_t> engine_hashes, Tick now) {
+  if (removal.step == 0 || !removal.slot) return 0;
+  struct Ahead {
+    uint64_t prefix, key;
+    PrefixTable::Spot in_prefixes;
+    NameTable::Spot in_names;
+  };
+  std::array<Ahead, kAhead> ring{};
+  Context& context = *removal.context;
+  Slot& slot = context.slots[*removal.slot];
+  SetId holders = kEmptySet, owners = kEmptySet, holders_left = kEmptySet, owners_left = kEmptySet;
+  uint32_t moved = 0;
+  const auto settle = [&] {
+    sets_.retain(holders_left, moved);
+    sets_.retain(owners_left, moved);
+    sets_.release(holders, moved);
+    sets_.release(owners, moved);
+    moved = 0;
+  };
+  size_t at = 0;
+  for (; at < engine_hashes.size(); ++at) {
+    const BlockId id = removal.near + removal.step;
+    BlockRecord* const record = pool_.peek(id);
+    const uint64_t key = mix64(engine_hashes[at]);
+    if (record == nullptr || record->name != key || record->owners == kEmptySet || record->has_namesake)
+      break;
+    if (record->is_expired(now, limits_.ttl) || is_counted(context, *record)) break;
+    if (record->holders != holders || record->owners != owners) {
+      settle();
+      if (sets_.context(record->owners) != context.id || !sets_.contains(record->owners, *removal.slot))
+        break;
+      if (!sets_.contains(record->holders, *removal.slot)) break;
+      holders = record->holders;
+      owners = record->owners;
+      holders_left = sets_.without(holders, *removal.slot);
+      owners_left = holders_left == kEmptySet ? kEmptySet : sets_.without(owners, *removal.slot);
+    }
+    touch(key);
+    ++moved;
+    --slot.blocks;
+    slot.digest -= mix64(record->prefix);
+    removal.near = id;
+    if (holders_left != kEmptySet) {
+      record->holders = holders_left;
+      record->owners = owners_left;
+      if (owners_left == kEmptySet) names_.erase(key, id);
+      continue;
+    }
+    Ahead mine = ring[at % kAhead];
+    if (mine.prefix != record->prefix || mine.key != key)
+      mine = {record->prefix, key, PrefixTable::spot_of(record->prefix), NameTable::spot_of(key)};
+    if (at + kAhead < engine_hashes.size()) {
+      const uint64_t far_key = mix64(engine_hashes[at + kAhead]);
+      const BlockRecord* const far = pool_.peek(id + removal.step * static_cast<int32_t>(kAhead));
+      if (far != nullptr && far->name == far_key) {
+        Ahead& next = ring[at % kAhead];
+        next = {far->prefix, far_key, PrefixTable::spot_of(far->prefix), NameTable::spot_of(far_key)};
+        context.prefixes.prefetch(next.in_prefixes);
+        names_.prefetch(next.in_names);
+      }
+    }
+    if (record->is_plain) contents_.died(context.id, mine.prefix);
+    context.prefixes.erase(mine.in_prefixes, id);
+    names_.erase(mine.in_names, id);
+    pool_.free(id);
+  }
+  settle();
+  return at;
+}
+
+// Whether somebody has more of the record than one name, one copy and no owner.
+inline bool PrefixIndex::is_counted(Context& context, const BlockRecord& record) {
+  return (!copies_.is_empty() && copies_.has(record.name)) ||
+         (!aliases_.is_empty() && aliases_.has(record.prefix)) ||
+         (context.claims.size() != 0 && context.claims.find(record.prefix) != nullptr);
+}
+
+// Three cache misses wait for the removal of a name that is no neighbour's, each at an address that the one
+// before it gives: the place in the table of names, the record, the place in the table of prefixes. They are
+// fetched kAhead blocks one after the other.
+void PrefixIndex::prefetch_removal(const Removal& removal, std::span<const uint64_t> engine_hashes) const {
+  if (removal.step != 0) return;
+  const auto likely = [&](size_t ahead) {
+    return ahead < engine_hashes.size() ? names_.likely(mix64(engine_hashes[ahead])) : kNoBlock;
+  };
+  if (3 * kAhead < engine_hashes.size()) names_.prefetch(mix64(engine_hashes[3 * kAhead]));
+  if (const BlockId id = likely(2 * kAhead); id != kNoBlock) pool_.prefetch(id);
+  if (removal.context == nullptr) return;
+  if (const BlockId id = likely(kAhead); id != kNoBlock) removal.context->prefixes.prefetch(pool_[id].prefix);
+}
+
+// The names of this key that the place's slots own, in every context. Engines remove neighbours together,
+// mostly from the tail, so the records beside the last one are looked at before the tables are.
+void PrefixIndex::find_targets(Removal& removal, uint64_t key) {
+  targets_.clear();
+  const auto consider = [&](const Naming& name) {
+    const SetId owners = owners_of(name);
+    if (removal.context == nullptr || removal.context->id != sets_.context(owners)) {
+      removal.context = find_context(sets_.context(owners));
+      if (removal.context == nullptr) return false;
+      removal.slot = removal.context->find_slot(removal.place);
+    }
+    if (removal.slot && sets_.contains(owners, *removal.slot))
+      targets_.push_back({removal.context, *removal.slot, name});
+    return false;
+  };
+  if (removal.near != kNoBlock)
+    for (const BlockId id : {removal.near - 1, removal.near + 1}) {
+      const BlockRecord* const record = pool_.peek(id);
+      if (record == nullptr || record->owners == kEmptySet || record->name != key) continue;
+      if (!record->has_namesake) return static_cast<void>(consider(Naming{id, nullptr}));
+    }
+  each_name(key, consider);
+}
+
+// Takes one copy away in every context where the place's slot names the hash; returns how many that were.
+uint64_t PrefixIndex::remove_name(Removal& removal, uint64_t key, Tick now) {
+  find_targets(removal, key);
+  uint64_t removed = 0;
+  for (auto [context, slot, name] : targets_) {
+    if (name.other != nullptr && targets_.size() > 1) {  // the table may have moved
+      name.other = other_names_.find(key);
+      while (!owns(name, *context, slot)) name.other = other_names_.next_equal(name.other);
+    }
+    const BlockId id = name.id != kNoBlock ? name.id : context->prefixes.find(name.other->prefix);
+    const bool held = holds(slot, id, now);
+    const uint64_t more = copies_.get(key, context->id, slot);
+    touch(key);
+    if (id != kNoBlock) {
+      const bool is_beside = removal.near != kNoBlock && (id == removal.near - 1 || id == removal.near + 1);
+      removal.step = is_beside ? static_cast<int32_t>(id - removal.near) : 0;
+      removal.near = id;
+    }
+    if (held && more != 0)
+      copies_.set(key, context->id, slot, more - 1);
+    else
+      disown(*context, slot, name, now);
+    removed += held ? 1 : 0;
+  }
+  return removed;
+}
+
+}  // namespace kvindexer

@@ -1,0 +1,337 @@
+// Storing: how what engines say becomes records, names and holders.
+#include <algorithm>
+#include <array>
+#include <new>
+
+#include "prefix_index.hpp"
+
+namespace kvindexer {
+
+Stored PrefixIndex::store(const Place& place, uint32_t id, std::span<const uint64_t> engine_hashes,
+                          std::optional<uint64_t> parent, const uint8_t* tokens, ExtraKeys extra, Tick now,
+                          bool count_copies, uint32_t owner) {
+  orphans_.expire(now, limits_.ttl);
+  Context& context = use(id);
+  const size_t blocks = engine_hashes.size();
+  uint64_t chain_from = context.seed;
+  bool plain = true;
+  BlockId before = kNoBlock;
+  if (parent) {
+    const std::optional<Named> named = resolve(place.source, *parent, now, &context, &place);
+    if (!named) {
+      const uint64_t waiting = orphans_.add(Orphan{0,
+                                                   now,
+                                                   place,
+                                                   id,
+                                                   *parent,
+                                                   {engine_hashes.begin(), engine_hashes.end()},
+                                                   {},
+                                                   {tokens, tokens + blocks * context.block_bytes},
+                                                   std::move(extra),
+                                                   owner});
+      return {0, waiting, 0};
+    }
+    chain_from = named->prefix;
+    plain = pool_[named->id].is_plain;
+    before = named->id;
+  }
+  HashChain chain(chain_from, tokens, context.block_bytes, extra.ends.empty() ? nullptr : &extra);
+  hashed_.resize(blocks);
+  Frame frame{
+      .place = place, .engine_hashes = engine_hashes, .prefixes = hashed_, .chain = &chain, .hashed = 0};
+  frame.tokens = tokens;
+  frame.plain = plain_blocks(plain, extra, blocks);
+  frame.before = before;
+  frame.restating = !parent && blocks > 1;
+  frame.owner = owner;
+  return {store_frame(context, std::move(frame), now, count_copies), 0, 0};
+}
+
+Stored PrefixIndex::place(const Place& place, std::span<const uint64_t> engine_hashes, Tick now,
+                          bool count_copies, uint32_t owner) {
+  orphans_.expire(now, limits_.ttl);
+  Stored result;
+  for (const uint64_t engine_hash : engine_hashes) {
+    const std::optional<Named> named = resolve(place.source, engine_hash, now, nullptr, nullptr);
+    if (!named) {
+      ++result.unknown;
+      continue;
+    }
+    Frame frame{.place = place, .engine_hashes = {&engine_hash, 1}, .prefixes = {&named->prefix, 1}};
+    frame.owner = owner;
+    result.stored += store_frame(use(named->context->id), std::move(frame), now, count_copies);
+  }
+  return result;
+}
+
+Stored PrefixIndex::store_prefixes(const Place& place, uint32_t id, std::span<const uint64_t> engine_hashes,
+                                   std::span<const uint64_t> prefixes, std::span<const uint64_t> copies,
+                                   Tick now, bool count_copies, uint32_t owner) {
+  orphans_.expire(now, limits_.ttl);
+  Frame frame{.place = place, .engine_hashes = engine_hashes, .prefixes = prefixes, .copies = copies};
+  frame.owner = owner;
+  return {store_frame(use(id), std::move(frame), now, count_copies), 0, 0};
+}
+
+Stored PrefixIndex::store_hashed(const Place& place, uint32_t id, std::span<const uint64_t> engine_hashes,
+                                 std::optional<uint64_t> chain_from, std::span<const uint64_t> prefixes,
+                                 std::vector<Content> contents, Tick now, bool count_copies, uint32_t owner) {
+  orphans_.expire(now, limits_.ttl);
+  Context& context = use(id);
+  Frame frame{.place = place, .engine_hashes = engine_hashes, .prefixes = prefixes};
+  BlockId parent = chain_from ? context.find_live(*chain_from, now, limits_.ttl) : kNoBlock;
+  if (parent != kNoBlock && !is_held(context, pool_[parent])) parent = kNoBlock;  // gone, and not swept yet
+  if (!chain_from || (parent != kNoBlock && pool_[parent].is_plain)) frame.plain = contents.size();
+  frame.contents = std::move(contents);
+  frame.before = parent;
+  frame.restating = !chain_from && engine_hashes.size() > 1;
+  frame.owner = owner;
+  return {store_frame(context, std::move(frame), now, count_copies), 0, 0};
+}
+
+void PrefixIndex::hash_blocks(const Context& context, uint64_t chain_from, size_t blocks,
+                              const uint8_t* tokens, const ExtraKeys& extra,
+                              std::vector<uint64_t>& prefixes) const {
+  HashChain chain(chain_from, tokens, context.block_bytes, extra.ends.empty() ? nullptr : &extra);
+  prefixes.resize(blocks);
+  for (uint64_t& prefix : prefixes) prefix = chain.next();
+}
+
+// How many leading blocks have no extra keys, on top of a parent that is plain or not.
+size_t PrefixIndex::plain_blocks(bool parent, const ExtraKeys& extra, size_t blocks) {
+  size_t plain = 0;
+  while (parent && plain < blocks && extra.of(plain).empty()) ++plain;
+  return plain;
+}
+
+// Stores the blocks of a frame and of every orphan that they release, depth first.
+uint64_t PrefixIndex::store_frame(Context& context, Frame first, Tick now, bool count_copies) {
+  uint64_t stored = 0;
+  const Storing by{context, now, count_copies, contents_.takes(context.id)};
+  std::vector<Frame> frames;
+  frames.push_back(std::move(first));
+  while (!frames.empty()) {
+    Frame& frame = frames.back();
+    const bool is_awaited = orphans_.blocks_of(frame.place.source) != 0;
+    if (!is_awaited && frame.copies.empty() && frame.orphan.living.empty()) stored += store_run(by, frame);
+    if (frame.next == frame.engine_hashes.size()) {
+      frames.pop_back();
+      continue;
+    }
+    const size_t block = frame.next++;
+    prefix_at(frame, frame.prefixes.size() - 1);
+    if (frame.is_living(block)) {
+      store_block(by, frame);
+      ++stored;
+    }
+    if (is_awaited) release_waiters(context, frame, block, frames);
+  }
+  contents_.flush();
+  return stored;
+}
+
+// Pushes a frame for each orphan that waits for this block, the oldest on top. A block that came without
+// tokens may be known to be plain from before.
+void PrefixIndex::release_waiters(Context& context, const Frame& parent, size_t block,
+                                  std::vector<Frame>& frames) {
+  const uint64_t prefix = parent.prefixes[block];
+  std::vector<Orphan> waiting =
+      orphans_.take_waiting(parent.place.source, context.id, parent.engine_hashes[block]);
+  if (waiting.empty()) return;
+  const BlockId before = context.prefixes.find(prefix);
+  const bool plain = block < parent.plain || (before != kNoBlock && pool_[before].is_plain);
+  for (Orphan& orphan : waiting) {  // `parent` may move
+    Frame frame{.place = orphan.place};
+    frame.orphan = std::move(orphan);
+    frame.engine_hashes = frame.orphan.engine_hashes;
+    hash_blocks(context, prefix, frame.engine_hashes.size(), frame.orphan.tokens.data(), frame.orphan.extra,
+                frame.own_prefixes);
+    frame.prefixes = frame.own_prefixes;
+    frame.tokens = frame.orphan.tokens.data();
+    frame.plain = plain_blocks(plain, frame.orphan.extra, frame.engine_hashes.size());
+    frame.before = before;
+    frame.owner = frame.orphan.owner;
+    frames.push_back(std::move(frame));
+  }
+}
+
+// Stores the next blocks of a frame, of which none is awaited, up to one that takes more than these two ways;
+// returns how many.
+size_t PrefixIndex::store_run(const Storing& by, Frame& frame) {
+  const size_t begin = frame.next;
+  const size_t end = frame.engine_hashes.size();
+  if (!frame.slot) frame.slot = slot_of(by.context, frame.place);
+  for (size_t at = begin; at < end; at = frame.next) {
+    store_known(by, frame);
+    if (frame.next < end) store_new(by, frame);
+    if (frame.next == at) break;
+  }
+  return frame.next - begin;
+}
+
+// The next blocks that lie one behind the other, as they do when they were stored together, each under the
+// name by which it comes now. All of them take the same step from one set of slots to another, nearly always.
+void PrefixIndex::store_known(const Storing& by, Frame& frame) {
+  Context& context = by.context;
+  Slot& slot = context.slots[*frame.slot];
+  SetId holders = kEmptySet, more_holders = kEmptySet, owners = kEmptySet, more_owners = kEmptySet;
+  bool held = false;
+  uint32_t moved = 0;
+  const auto settle = [&] {
+    sets_.retain(more_holders, moved);
+    sets_.retain(more_owners, moved);
+    sets_.release(holders, moved);
+    sets_.release(owners, moved);
+    moved = 0;
+  };
+  for (; frame.next < frame.engine_hashes.size(); ++frame.next) {
+    const size_t block = frame.next;
+    const uint64_t prefix = prefix_at(frame, block);
+    const uint64_t key = mix64(frame.engine_hashes[block]);
+    const BlockId id = context.behind(sets_, frame.before, prefix);
+    if (id == kNoBlock) break;
+    BlockRecord& record = pool_[id];
+    if (record.name != key || record.has_namesake || record.is_expired(by.now, limits_.ttl)) break;
+    if (record.holders != holders || record.owners != owners) {
+      settle();
+      holders = record.holders;
+      owners = record.owners;
+      held = sets_.contains(holders, *frame.slot);
+      if (owners == kEmptySet || held != sets_.contains(owners, *frame.slot)) break;
+      if (!held) {
+        more_holders = sets_.with(holders, context.id, *frame.slot);
+        more_owners = sets_.with(owners, context.id, *frame.slot);
+      }
+    }
+    if (held) {
+      if (by.count_copies && !frame.restating) break;
+    } else {
+      touch(key);
+      record.holders = more_holders;
+      record.owners = more_owners;
+      ++moved;
+      ++slot.blocks;
+      slot.digest += mix64(prefix);
+      frame.restating = false;
+    }
+    see(by, frame, block, id);
+  }
+  settle();
+}
+
+// The next blocks whose prefixes and names are new. What their insertion needs of the tables is fetched while
+// the blocks before them are inserted.
+void PrefixIndex::store_new(const Storing& by, Frame& frame) {
+  struct Ahead {
+    PrefixTable::Spot prefix;
+    NameTable::Spot name;
+    uint64_t key;
+  };
+  std::array<Ahead, kAhead> ring;
+  Context& context = by.context;
+  Slot& slot = context.slots[*frame.slot];
+  const size_t begin = frame.next;
+  const size_t end = frame.engine_hashes.size();
+  const SetId alone = sets_.with(kEmptySet, context.id, *frame.slot);
+  const auto references = static_cast<uint32_t>(2 * (end - begin));
+  sets_.retain(alone, references);
+  for (size_t fetched = begin; frame.next < end; ++frame.next) {
+    const size_t block = frame.next;
+    // Of the first block it is not known yet whether it is new.
+    const size_t ahead = block == begin ? block + 1 : std::min(end, block + kAhead);
+    for (; fetched < ahead; ++fetched) {
+      const uint64_t key = mix64(frame.engine_hashes[fetched]);
+      Ahead& next = ring[fetched % kAhead];
+      next = {PrefixTable::spot_of(prefix_at(frame, fetched)), NameTable::spot_of(key), key};
+      context.prefixes.prefetch(next.prefix);
+      names_.prefetch(next.name);
+    }
+    const Ahead& at = ring[block % kAhead];
+    const uint64_t prefix = frame.prefixes[block];
+    if (context.prefixes.find(prefix, at.prefix) != kNoBlock) break;
+    if (names_.find(at.key, at.name) != kNoBlock) break;
+    if (other_names_.size() != 0 && other_names_.find(at.key) != nullptr) break;
+    if (context.prefixes.size() >= limits_.prefixes_per_context_max) evict(context);
+    if (pool_.is_full()) throw std::bad_alloc();
+    const BlockId id = pool_.add();
+    BlockRecord& record = pool_[id];
+    record.prefix = prefix;
+    record.name = at.key;
+    record.holders = record.owners = alone;
+    context.prefixes.insert(at.prefix, id);
+    names_.insert(at.name, id);
+    touch(at.key);
+    ++slot.blocks;
+    slot.digest += mix64(prefix);
+    frame.restating = false;
+    see(by, frame, block, id);
+  }
+  sets_.release(alone, references - static_cast<uint32_t>(2 * (frame.next - begin)));
+}
+
+// What is done for every block that is stored, however it came into its record.
+inline void PrefixIndex::see(const Storing& by, Frame& frame, size_t block, BlockId id) {
+  Context& context = by.context;
+  BlockRecord& record = pool_[id];
+  record.last_seen = by.now;
+  frame.before = id;
+  if (by.told && block < frame.plain && !record.is_plain) {
+    record.is_plain = true;
+    if (frame.tokens != nullptr)
+      contents_.born(context.id, frame.prefixes[block], frame.tokens + block * context.block_bytes,
+                     context.block_bytes);
+    else
+      contents_.born(context.id, frame.prefixes[block], frame.contents[block]);
+  }
+  if (by.told && frame.owner != 0)
+    owners_.claim(context.claims, frame.prefixes[block], *frame.slot, frame.owner);
+  if (marks_ != 0) confirm(context, frame.prefixes[block], context.slots[*frame.slot].local);
+}
+
+// The block that comes next in a frame (`next` is past it already), whatever there is of it.
+void PrefixIndex::store_block(const Storing& by, Frame& frame) {
+  Context& context = by.context;
+  const size_t block = frame.next - 1;
+  const uint64_t key = mix64(frame.engine_hashes[block]);
+  const uint64_t prefix = frame.prefixes[block];
+  if (!frame.slot) frame.slot = slot_of(context, frame.place);
+  BlockId id = context.behind(sets_, frame.before, prefix);
+  if (id == kNoBlock) id = context.prefixes.find(prefix);
+  const bool counts = by.count_copies && !frame.restating && frame.copies.empty();
+  if (!store_name(by, *frame.slot, key, prefix, id, counts)) frame.restating = false;
+  if (!frame.copies.empty()) {
+    touch(key);
+    copies_.set(key, context.id, *frame.slot, frame.copies[block] - 1);
+  }
+  see(by, frame, block, id);
+}
+
+// The slot names the prefix by `key`, once more when that counts; `id` is the prefix's record, kNoBlock when
+// there is none, and becomes the one that there is then. Tells whether the slot named it so before.
+bool PrefixIndex::store_name(const Storing& by, uint32_t slot, uint64_t key, uint64_t prefix, BlockId& id,
+                             bool counts) {
+  Context& context = by.context;
+  if (id != kNoBlock && pool_[id].is_expired(by.now, limits_.ttl)) {
+    context.prefixes.erase(prefix, id);
+    forget(context, id);
+    ++statistics_.expired;
+    id = kNoBlock;
+  }
+  const Naming name = find_own_name(context, slot, key, prefix, id, by.now);
+  const bool held = id != kNoBlock && sets_.contains(pool_[id].holders, slot);
+  const bool owned = name && sets_.contains(owners_of(name), slot);
+  if (!held || !owned || counts) touch(key);
+  if (held && owned) {
+    if (counts) copies_.set(key, context.id, slot, copies_.get(key, context.id, slot) + 1);
+    return true;
+  }
+  if (owned) copies_.set(key, context.id, slot, 0);  // the name outlived its prefix: counted anew
+  if (held)
+    aliases_.set(prefix, context.id, slot, aliases_.get(prefix, context.id, slot) + 1);
+  else
+    hold(context, slot, id, prefix, by.now);
+  if (!owned) own(context, slot, name, id, key);
+  return false;
+}
+
+}  // namespace kvindexer

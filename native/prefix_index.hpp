@@ -323,6 +323,7 @@ class PrefixIndex {
   }
   size_t store_run(const Storing& by, Frame& frame);
   void store_known(const Storing& by, Frame& frame);
+  void store_renamed(const Storing& by, Frame& frame);
   void store_new(const Storing& by, Frame& frame);
   void store_block(const Storing& by, Frame& frame);
   bool store_name(const Storing& by, uint32_t slot, uint64_t key, uint64_t prefix, BlockId& id, bool counts);
@@ -330,7 +331,8 @@ class PrefixIndex {
 
   // prefix_index_remove.cpp
   size_t remove_run(Removal& removal, std::span<const uint64_t> engine_hashes, Tick now);
-  bool is_counted(Context& context, const BlockRecord& record);
+  size_t remove_renamed(Removal& removal, std::span<const uint64_t> engine_hashes, Tick now);
+  bool is_counted(Context& context, uint64_t key, uint64_t prefix);
   void find_targets(Removal& removal, uint64_t key);
   uint64_t remove_name(Removal& removal, uint64_t key, Tick now);
   void prefetch_removal(const Removal& removal, std::span<const uint64_t> engine_hashes) const;
@@ -369,11 +371,23 @@ class PrefixIndex {
     const SetId owners = owners_of(name);
     return sets_.context(owners) == context.id && sets_.contains(owners, slot);
   }
+  BlockId record_of(const Context& context, const Naming& name) const {
+    return name.id != kNoBlock ? name.id : context.prefixes.find(name.other->prefix);
+  }
+  bool has_other_name(uint64_t key) { return other_names_.size() != 0 && other_names_.find(key) != nullptr; }
+  bool has_name(uint64_t key) { return names_.find(key) != kNoBlock || has_other_name(key); }
+  // The name by this key, if it is the only one, that of the prefix, and no record's.
+  OtherName* find_other(const Context& context, uint64_t key, uint64_t prefix) {
+    OtherName* const other = other_names_.size() == 0 ? nullptr : other_names_.find(key);
+    if (other == nullptr || other->prefix != prefix || other_names_.next_equal(other) != nullptr)
+      return nullptr;
+    return sets_.context(other->owners) == context.id && names_.find(key) == kNoBlock ? other : nullptr;
+  }
   Naming find_own_name(Context& context, uint32_t slot, uint64_t key, uint64_t prefix, BlockId id, Tick now);
   void add_name(BlockId id, uint64_t key, SetId owners);
   void set_owners(const Naming& name, SetId owners);
   void own(Context& context, uint32_t slot, const Naming& name, BlockId id, uint64_t key);
-  void disown(Context& context, uint32_t slot, const Naming& name, Tick now);
+  void disown(Context& context, uint32_t slot, const Naming& name, BlockId id, Tick now);
   void uncount(uint64_t key, SetId owners, SetId left);
 
   // prefix_index_queries.cpp

@@ -19,7 +19,7 @@ std::optional<PrefixIndex::Named> PrefixIndex::resolve(uint32_t source, uint64_t
     if (context == nullptr || (only != nullptr && context != only)) return false;
     const LocalSource* const local = context->find_source(source);
     if (local == nullptr) return false;
-    const BlockId id = name.id != kNoBlock ? name.id : context->prefixes.find(name.other->prefix);
+    const BlockId id = record_of(*context, name);
     for (const uint32_t number : local->slots) {
       const Slot& slot = context->slots[number];
       const bool is_preferred =
@@ -111,7 +111,7 @@ PrefixIndex::Naming PrefixIndex::find_own_name(Context& context, uint32_t slot, 
         older = name;
       return static_cast<bool>(older);
     });
-    if (older) disown(context, slot, older, now);  // the tables have moved
+    if (older) disown(context, slot, older, record_of(context, older), now);  // the tables have moved
   } while (older);
   return same;
 }
@@ -153,8 +153,9 @@ void PrefixIndex::own(Context& context, uint32_t slot, const Naming& name, Block
   add_name(id, key, more);
 }
 
-// The slot loses a name with all its copies and, when that was its last one for the prefix, the prefix.
-void PrefixIndex::disown(Context& context, uint32_t slot, const Naming& name, Tick now) {
+// The slot loses a name with all its copies and, when that was its last one for the prefix, the prefix, whose
+// record is `id`, or kNoBlock.
+void PrefixIndex::disown(Context& context, uint32_t slot, const Naming& name, BlockId id, Tick now) {
   const bool in_record = name.id != kNoBlock;
   const uint64_t key = in_record ? pool_[name.id].name : name.other->key;
   const uint64_t prefix = in_record ? pool_[name.id].prefix : name.other->prefix;
@@ -166,7 +167,6 @@ void PrefixIndex::disown(Context& context, uint32_t slot, const Naming& name, Ti
   if (owners == kEmptySet && in_record) names_.erase(key, name.id);
   if (owners == kEmptySet && !in_record) other_names_.erase(name.other);
 
-  const BlockId id = in_record ? name.id : context.prefixes.find(prefix);
   if (!holds(slot, id, now)) return;
   if (const uint64_t others = aliases_.get(prefix, context.id, slot); others != 0)
     return aliases_.set(prefix, context.id, slot, others - 1);

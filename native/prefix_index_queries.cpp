@@ -88,7 +88,7 @@ std::optional<uint64_t> PrefixIndex::prefix_of(uint32_t context_id, const Place&
   if (!slot) return found;
   each_name(mix64(engine_hash), [&](const Naming& name) {
     if (!owns(name, *context, *slot)) return false;
-    const BlockId id = name.id != kNoBlock ? name.id : context->prefixes.find(name.other->prefix);
+    const BlockId id = record_of(*context, name);
     if (!holds(*slot, id, now)) return false;
     const uint64_t prefix =
         pool_[id].prefix;  // a copy: records are packed, so no reference may point into one

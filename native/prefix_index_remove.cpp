@@ -11,10 +11,12 @@ Removed PrefixIndex::remove(const Place& place, std::span<const uint64_t> engine
   Removal removal{.place = place};
   Removed result;
   while (true) {
-    const size_t run = remove_run(removal, engine_hashes, now);
-    result.removed += run;
-    engine_hashes = engine_hashes.subspan(run);
+    const size_t named = remove_run(removal, engine_hashes, now);
+    const size_t renamed = remove_renamed(removal, engine_hashes.subspan(named), now);
+    result.removed += named + renamed;
+    engine_hashes = engine_hashes.subspan(named + renamed);
     if (engine_hashes.empty()) break;
+    if (named + renamed != 0) continue;
     prefetch_removal(removal, engine_hashes);
     uint64_t removed = remove_name(removal, mix64(engine_hashes.front()), now);
     if (removed == 0 && orphans_.kill(place, engine_hashes.front())) removed = 1;
@@ -55,7 +57,7 @@ size_t PrefixIndex::remove_run(Removal& removal, std::span<const uint64_t> engin
     const uint64_t key = mix64(engine_hashes[at]);
     if (record == nullptr || record->name != key || record->owners == kEmptySet || record->has_namesake)
       break;
-    if (record->is_expired(now, limits_.ttl) || is_counted(context, *record)) break;
+    if (record->is_expired(now, limits_.ttl) || is_counted(context, key, record->prefix)) break;
     if (record->holders != holders || record->owners != owners) {
       settle();
       if (sets_.context(record->owners) != context.id || !sets_.contains(record->owners, *removal.slot))
@@ -99,11 +101,35 @@ size_t PrefixIndex::remove_run(Removal& removal, std::span<const uint64_t> engin
   return at;
 }
 
-// Whether somebody has more of the record than one name, one copy and no owner.
-inline bool PrefixIndex::is_counted(Context& context, const BlockRecord& record) {
-  return (!copies_.is_empty() && copies_.has(record.name)) ||
-         (!aliases_.is_empty() && aliases_.has(record.prefix)) ||
-         (context.claims.size() != 0 && context.claims.find(record.prefix) != nullptr);
+// The same where each name lies among the other names.
+size_t PrefixIndex::remove_renamed(Removal& removal, std::span<const uint64_t> engine_hashes, Tick now) {
+  if (removal.step == 0 || !removal.slot) return 0;
+  Context& context = *removal.context;
+  size_t at = 0;
+  for (size_t fetched = 0; at < engine_hashes.size(); ++at) {
+    const BlockId id = removal.near + removal.step;
+    const BlockRecord* const record = pool_.peek(id);
+    const uint64_t key = mix64(engine_hashes[at]);
+    if (record == nullptr || record->holders == kEmptySet || record->name == key) break;
+    if (record->is_expired(now, limits_.ttl) || is_counted(context, key, record->prefix)) break;
+    if (sets_.context(record->holders) != context.id || !sets_.contains(record->holders, *removal.slot))
+      break;
+    OtherName* const other = find_other(context, key, record->prefix);
+    if (other == nullptr || !sets_.contains(other->owners, *removal.slot)) break;
+    for (; fetched < std::min(engine_hashes.size(), at + kAhead); ++fetched) {
+      names_.prefetch(mix64(engine_hashes[fetched]));
+      other_names_.prefetch(mix64(engine_hashes[fetched]));
+    }
+    disown(context, *removal.slot, Naming{kNoBlock, other}, id, now);
+    removal.near = id;
+  }
+  return at;
+}
+
+// Whether anybody has copies of the name, or of the prefix more names than one or owners.
+inline bool PrefixIndex::is_counted(Context& context, uint64_t key, uint64_t prefix) {
+  return (!copies_.is_empty() && copies_.has(key)) || (!aliases_.is_empty() && aliases_.has(prefix)) ||
+         (context.claims.size() != 0 && context.claims.find(prefix) != nullptr);
 }
 
 // Three cache misses wait for the removal of a name that is no neighbour's, each at an address that the one
@@ -153,7 +179,7 @@ uint64_t PrefixIndex::remove_name(Removal& removal, uint64_t key, Tick now) {
       name.other = other_names_.find(key);
       while (!owns(name, *context, slot)) name.other = other_names_.next_equal(name.other);
     }
-    const BlockId id = name.id != kNoBlock ? name.id : context->prefixes.find(name.other->prefix);
+    const BlockId id = record_of(*context, name);
     const bool held = holds(slot, id, now);
     const uint64_t more = copies_.get(key, context->id, slot);
     touch(key);
@@ -165,7 +191,7 @@ uint64_t PrefixIndex::remove_name(Removal& removal, uint64_t key, Tick now) {
     if (held && more != 0)
       copies_.set(key, context->id, slot, more - 1);
     else
-      disown(*context, slot, name, now);
+      disown(*context, slot, name, id, now);
     removed += held ? 1 : 0;
   }
   return removed;

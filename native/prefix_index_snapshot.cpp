@@ -271,7 +271,7 @@ void PrefixIndex::disown_all(uint64_t key, Tick now) {
       if (!found) first = slot;
       found = true;
     });
-    disown(context, first, any, now);
+    disown(context, first, any, record_of(context, any), now);
   }
 }
 

@@ -155,14 +155,15 @@ void PrefixIndex::release_waiters(Context& context, const Frame& parent, size_t 
   }
 }
 
-// Stores the next blocks of a frame, of which none is awaited, up to one that takes more than these two ways;
-// returns how many.
+// Stores the next blocks of a frame, of which none is awaited, up to one that takes more than these three
+// ways; returns how many.
 size_t PrefixIndex::store_run(const Storing& by, Frame& frame) {
   const size_t begin = frame.next;
   const size_t end = frame.engine_hashes.size();
   if (!frame.slot) frame.slot = slot_of(by.context, frame.place);
   for (size_t at = begin; at < end; at = frame.next) {
     store_known(by, frame);
+    if (frame.next < end) store_renamed(by, frame);
     if (frame.next < end) store_new(by, frame);
     if (frame.next == at) break;
   }
@@ -219,6 +220,48 @@ void PrefixIndex::store_known(const Storing& by, Frame& frame) {
   settle();
 }
 
+// The same where the blocks have the names of another engine already, as they do when each engine draws a
+// seed of its own: this one's lie among the other names, or are new there.
+void PrefixIndex::store_renamed(const Storing& by, Frame& frame) {
+  Context& context = by.context;
+  const size_t begin = frame.next;
+  const size_t end = frame.engine_hashes.size();
+  for (size_t fetched = begin; frame.next < end; ++frame.next) {
+    const size_t block = frame.next;
+    const uint64_t prefix = prefix_at(frame, block);
+    const uint64_t key = mix64(frame.engine_hashes[block]);
+    const BlockId id = context.behind(sets_, frame.before, prefix);
+    if (id == kNoBlock) break;
+    BlockRecord& record = pool_[id];
+    if (record.name == key || record.owners == kEmptySet || record.is_expired(by.now, limits_.ttl)) break;
+    for (; fetched < std::min(end, block + kAhead); ++fetched) {
+      names_.prefetch(mix64(frame.engine_hashes[fetched]));
+      other_names_.prefetch(mix64(frame.engine_hashes[fetched]));
+    }
+    OtherName* const other = find_other(context, key, prefix);
+    if (other == nullptr && has_name(key)) break;
+    const bool held = sets_.contains(record.holders, *frame.slot);
+    if (held != (other != nullptr && sets_.contains(other->owners, *frame.slot))) break;
+    if (held) {
+      if (by.count_copies && !frame.restating) break;
+    } else {
+      touch(key);
+      BlockId same = id;
+      hold(context, *frame.slot, same, prefix, by.now);
+      const SetId owners = sets_.with(other == nullptr ? kEmptySet : other->owners, context.id, *frame.slot);
+      sets_.retain(owners);
+      if (other == nullptr) {
+        other_names_.insert(OtherName{key, prefix, owners});
+      } else {
+        sets_.release(other->owners);
+        other->owners = owners;
+      }
+      frame.restating = false;
+    }
+    see(by, frame, block, id);
+  }
+}
+
 // The next blocks whose prefixes and names are new. What their insertion needs of the tables is fetched while
 // the blocks before them are inserted.
 void PrefixIndex::store_new(const Storing& by, Frame& frame) {
@@ -249,8 +292,7 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
     const Ahead& at = ring[block % kAhead];
     const uint64_t prefix = frame.prefixes[block];
     if (context.prefixes.find(prefix, at.prefix) != kNoBlock) break;
-    if (names_.find(at.key, at.name) != kNoBlock) break;
-    if (other_names_.size() != 0 && other_names_.find(at.key) != nullptr) break;
+    if (names_.find(at.key, at.name) != kNoBlock || has_other_name(at.key)) break;
     if (context.prefixes.size() >= limits_.prefixes_per_context_max) evict(context);
     if (pool_.is_full()) throw std::bad_alloc();
     const BlockId id = pool_.add();

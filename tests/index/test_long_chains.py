@@ -1,7 +1,7 @@
 """Long chains that several engines hold in part: what the index does in runs, block for block like the oracle.
 
-The histories of test_state_machine.py go into every corner with chains of a few blocks. Here chains are longer than what is
-fetched ahead, engines agree on hashes or not, and lose blocks from the tail, from the front or anywhere.
+The histories of test_state_machine.py go into every corner with chains of a few blocks. Here chains are longer than what
+is fetched ahead, engines agree on hashes or not, and lose blocks from the tail, from the front or anywhere.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
+from app.index.interface import Index
 from app.index.prefix_index import IndexLimits, PrefixIndex
 from tests.index.test_state_machine import all_names, held_digests
 from tests.reference import ReferenceIndex
@@ -48,7 +49,7 @@ class LongChains:
         self.oracle = ReferenceIndex(limits, has_owners=True)
         self.contents = FuzzyIndex(FuzzyLimits())
         self.native = PrefixIndex(limits, self.contents)
-        self.both = (self.oracle, self.native)
+        self.both: tuple[Index, Index] = (self.oracle, self.native)
         self.has_ttl = limits.ttl_ticks != 0
         self.counts_copies = self.r.random() < 0.7
         self.is_folded = limits.ttl_ticks == 0 and self.r.random() < 0.3  # few hashes: engines collide

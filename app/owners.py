@@ -8,17 +8,21 @@ A name stands for its roles too, wherever it is excluded or cleared: `agent1` fo
 
 Bounds: `owners_max` names. When there are as many, those whose blocks are all gone make room; where none are, a new
 name is refused, and counted.
+A snapshot has the names with their numbers of the moment, and claims by number; a dump has names at every block.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 
 from app.config import Settings
 from app.errors import LimitExceeded, UnknownOwner
 from app.fuzzy.answer import is_named
 from app.index.interface import Index
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,6 +93,36 @@ class Owners:
         for info in cleared:
             self._forget(info.owner)
         return cleared
+
+    def clear_all(self) -> None:
+        for name in list(self._numbers):
+            self._forget(name)
+
+    # -- across processes
+
+    def numbered(self) -> list[tuple[int, str]]:
+        """(number, name) of all."""
+        return [(number, name) for name, number in self._numbers.items()]
+
+    def adopt(self, numbered: Sequence[tuple[int, str]]) -> list[tuple[int, int]]:
+        """Makes the owners of a snapshot known here: (number there, number here). Those past `owners_max`, which may
+        be smaller than it was, are left out and counted."""
+        if not self._settings.fuzzy:
+            return []
+        adopted = []
+        for there, name in numbered:
+            if self.has_room_for(name):
+                adopted.append((there, self.number(name)))
+            else:
+                self.refused += 1
+        if len(adopted) < len(numbered):
+            logger.warning(
+                "%d of %d owners of a snapshot are left out: owners_max = %d",
+                len(numbered) - len(adopted),
+                len(numbered),
+                self._settings.owners_max,
+            )
+        return adopted
 
     def gauges(self) -> Mapping[str, int]:
         return {"known": len(self._numbers)}

@@ -111,7 +111,14 @@ class IndexerService:
         self.fuzzy = FuzzyQueries(
             settings, index, contents, self._registry, self.owners, self._queries, now=self._now
         )
-        self.dumps = Dumps(index, self._registry, self.hints, now=self._now, dumps_max=settings.dumps_max)
+        self.dumps = Dumps(
+            index,
+            self._registry,
+            self.hints,
+            self.owners,
+            now=self._now,
+            dumps_max=settings.dumps_max,
+        )
 
     # -- pods
 

@@ -29,9 +29,10 @@ def uint64s(*values: int) -> bytes:
 class Bench:
     """An index under random changes, with owners by name."""
 
-    def __init__(self, seed: int, limits: IndexLimits = ENDLESS) -> None:
+    def __init__(self, seed: int, limits: IndexLimits = ENDLESS, *, prefixes: int = len(PREFIXES)) -> None:
         self.random = random.Random(seed)
         self.limits = limits
+        self.prefixes = prefixes
         self.index = PrefixIndex(limits, FuzzyIndex(FuzzyLimits()))
         self.sources = [self.index.add_source() for _ in range(SOURCES)]
         self.owners = {name: self.index.add_owner() for name in ("a", "b", "c")}
@@ -55,7 +56,7 @@ class Bench:
         r = self.random
         for _ in range(steps):
             model, source, tier = r.choice(MODELS), r.randrange(SOURCES), r.choice([0, 0, 2])
-            at = [r.randrange(len(PREFIXES)) for _ in range(r.randint(1, 5))]
+            at = [r.randrange(self.prefixes) for _ in range(r.randint(1, 5))]
             chance = r.random()
             if chance < 0.62:
                 self.store(r.choice([None, "a", "a", "b", "c"]), model, source, tier, at)
@@ -122,7 +123,7 @@ def restored(
     owners: tuple[str, ...] = ("c", "a", "b"),
     elapsed: int = 0,
 ) -> Bench:
-    fresh = Bench(0, limits or bench.limits)
+    fresh = Bench(0, limits or bench.limits, prefixes=bench.prefixes)
     fresh.random.setstate(bench.random.getstate())
     fresh.now = bench.now
     fresh.index.add_owner()  # so that numbers differ
@@ -148,12 +149,13 @@ def restored(
     slice_=st.sampled_from([1, 2, 7, 1_000]),
     contexts_max=st.sampled_from([1_000, 1_000, 2]),
     changing=st.booleans(),
+    prefixes=st.sampled_from([5, 60]),
 )
 @settings(deadline=None, max_examples=200)
 def test_answers_before_are_answers_after(
-    seed: int, before: int, slice_: int, contexts_max: int, changing: bool
+    seed: int, before: int, slice_: int, contexts_max: int, changing: bool, prefixes: int
 ) -> None:
-    bench = Bench(seed, IndexLimits(ttl_ticks=0, contexts_max=contexts_max))
+    bench = Bench(seed, IndexLimits(ttl_ticks=0, contexts_max=contexts_max), prefixes=prefixes)
     bench.change(before)
     budget = iter(range(60))  # or changes would come faster than slices of one write them
 

@@ -119,9 +119,7 @@ class Owners:
 
     # -- across processes
 
-    def of_blocks(
-        self, run: NameRun, names: Sequence[int]
-    ) -> list[dict[str, str | list[int]]]:
+    def of_blocks(self, run: NameRun, names: Sequence[int]) -> list[dict[str, str | list[int]]]:
         """What a dump says in `owners` of a run of names: each owner with its blocks."""
         if not self._numbers:
             return []

@@ -136,7 +136,9 @@ class PrefixesEvent(BaseModel):
     lora_name: str | None = Field(None, description="The adapter of the context; the bare model when absent.")
     medium: str | None = Field(None, description="Where the blocks lie; GPU when absent.")
     group_idx: int | None = None
-    owners: list[ClaimedBlocks] | None = Field(None, description="Whom blocks are stored for, beside `owner`.")
+    owners: list[ClaimedBlocks] | None = Field(
+        None, description="Whom blocks are stored for, beside `owner`."
+    )
 
 
 class RemovedEvent(BaseModel):

@@ -6,8 +6,8 @@
 // that is cleared is passed over from then on, and a sweep takes its claims away. So a claim that is counted
 // by a query is always of a living owner, slot and entry, and numbers of owners are never used again.
 //
-// While a snapshot is written, the prefixes whose claims change are noted; what ends with its owner or its slot
-// needs no note, because a snapshot lists those that live.
+// While a snapshot is written, the prefixes whose claims change are noted; what ends with its owner or its
+// slot needs no note, because a snapshot lists those that live.
 //
 // Bounds: `claims_max` claims in all; more are refused and counted. 16 bytes a claim, nothing for blocks
 // without an owner.
@@ -31,8 +31,8 @@ struct Claim {
 };
 using ClaimTable = SegmentedTable<Claim>;  // one a context
 
-struct ClaimNote {  // the claims on a prefix changed
-  uint64_t key;     // prefix hash
+struct ClaimNote {          // the claims on a prefix changed
+  uint64_t key;             // prefix hash
   const ClaimTable* table;  // to be told from others only: it may be gone
   bool empty() const { return table == nullptr; }
 };
@@ -119,7 +119,8 @@ class OwnerBook {
   }
 
  private:
-  // Invariant: whatever changes the claims on a prefix calls this, so that an export under way writes them again.
+  // Invariant: whatever changes the claims on a prefix calls this, so that an export under way writes them
+  // again.
   void note(const ClaimTable& table, uint64_t prefix) {
     if (!noting_) return;
     for (const ClaimNote* at = notes_.find(prefix); at != nullptr; at = notes_.next_equal(at))

@@ -358,7 +358,8 @@ void PrefixIndex::settle_claims(size_t claims_max) {
   for (; claims_max != 0 && !imported_claims_.empty(); --claims_max, imported_claims_.pop_front()) {
     if (imported_claims_.size() > kAhead) {
       const ImportedClaim& ahead = imported_claims_[kAhead];
-      if (const Context* const context = find_context(ahead.context)) context->prefixes.prefetch(ahead.prefix);
+      if (const Context* const context = find_context(ahead.context))
+        context->prefixes.prefetch(ahead.prefix);
     }
     const ImportedClaim& claim = imported_claims_.front();
     Context* const context = find_context(claim.context);

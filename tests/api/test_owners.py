@@ -188,7 +188,9 @@ def test_a_dump_has_them(indexer: Indexer, make_indexer: Callable[..., Indexer])
     assert copies[0] == copies[1] != [None] * len(copies[0])
 
 
-def test_a_dump_into_an_indexer_with_less_room(indexer: Indexer, make_indexer: Callable[..., Indexer]) -> None:
+def test_a_dump_into_an_indexer_with_less_room(
+    indexer: Indexer, make_indexer: Callable[..., Indexer]
+) -> None:
     for owner in ("a", "b", "c"):
         post(indexer, owner, [1], A)
     other = make_indexer(owners_max=2)
@@ -212,12 +214,18 @@ def test_owners_of_a_dump_that_make_no_sense(indexer: Indexer) -> None:
         "prefix_hashes": [11, 12],
         "block_size": 16,
     }
-    for said in (7, "agent1", [{"owner": "", "blocks": [1]}], [{"owner": "a"}], [{"owner": "a\n", "blocks": []}]):
+    for said in (
+        7,
+        "agent1",
+        [{"owner": "", "blocks": [1]}],
+        [{"owner": "a"}],
+        [{"owner": "a\n", "blocks": []}],
+    ):
         body = msgspec.json.encode({"pod": "pod-a", "model": "m", "events": [{**event, "owners": said}]})
         response = indexer.post("/v1/events", content=body, headers={"content-type": "application/json"})
         assert response.json()["stored_blocks"] == 2, "the blocks are there, for nobody"
         assert owners(indexer) == {}
-    said = [{"owner": "a", "blocks": [2, 99, 2]}, {"owner": "b", "blocks": []}]
-    body = msgspec.json.encode({"pod": "pod-a", "model": "m", "events": [{**event, "owners": said}]})
+    claims = [{"owner": "a", "blocks": [2, 99, 2]}, {"owner": "b", "blocks": []}]
+    body = msgspec.json.encode({"pod": "pod-a", "model": "m", "events": [{**event, "owners": claims}]})
     indexer.post("/v1/events", content=body, headers={"content-type": "application/json"})
     assert owners(indexer) == {"a": 1}

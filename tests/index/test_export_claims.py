@@ -62,9 +62,7 @@ class Bench:
                 self.store(r.choice([None, "a", "a", "b", "c"]), model, source, tier, at)
             elif chance < 0.88:
                 names = uint64s(*(1 + (number + 7 * source) % 50 for number in at))
-                self.index.remove(
-                    self.sources[source], tier=tier, group=0, engine_hashes=names, now=self.now
-                )
+                self.index.remove(self.sources[source], tier=tier, group=0, engine_hashes=names, now=self.now)
             elif chance < 0.91:
                 self.index.clear(self.sources[source], tier=r.choice([None, tier]))
             elif chance < 0.94:
@@ -129,7 +127,9 @@ def restored(
     fresh.index.add_owner()  # so that numbers differ
     fresh.sources = [fresh.index.add_source() for _ in range(SOURCES)]
     fresh.owners = {name: fresh.index.add_owner() for name in owners}
-    contexts = {info.id: fresh.index.context(info.model, None, BLOCK_SIZE, 0) for info in bench.index.contexts()}
+    contexts = {
+        info.id: fresh.index.context(info.model, None, BLOCK_SIZE, 0) for info in bench.index.contexts()
+    }
     importing = fresh.index.start_import(saved_at=bench.now, elapsed=elapsed, now=bench.now)
     for slot in bench.index.slots():
         source = fresh.sources[bench.sources.index(slot.source)]
@@ -167,7 +167,9 @@ def test_answers_before_are_answers_after(
     fresh = restored(bench, frames, slice_)
     bench.index.start_export().close()
     assert fresh.answers() == bench.answers()
-    for _ in range(10 if contexts_max > len(MODELS) else 0):  # and goes on so; when a context was used is forgotten
+    for _ in range(
+        10 if contexts_max > len(MODELS) else 0
+    ):  # and goes on so; when a context was used is forgotten
         bench.change(3)
         fresh.change(3)
         assert fresh.answers() == bench.answers()
@@ -177,6 +179,26 @@ def test_answers_before_are_answers_after(
         bench.index.owner_claims()[bench.owners[name]] for name in "abc"
     ]
     assert fresh.index.stats().claims == bench.index.stats().claims
+
+
+def test_a_claim_that_was_written_and_ended_is_not_there() -> None:
+    """Its block went and came back for nobody; another one went and came back for somebody else."""
+    bench = Bench(1)
+    bench.store("a", "m", 0, 0, [1, 2, 3])
+    writing = bench.index.start_export()
+    frames = []
+    for write in (writing.names, writing.claims):
+        frame, done = write(1_000)
+        assert done
+        frames.append(frame)
+    bench.index.remove(bench.sources[0], tier=0, group=0, engine_hashes=uint64s(2, 3), now=0)
+    bench.store(None, "m", 0, 0, [1])
+    bench.store("b", "m", 0, 0, [2])
+    frames += [writing.changes(1_000)[0], writing.claims(1_000)[0]]
+    writing.close()
+    fresh = restored(bench, frames, 1_000)
+    expected = [("m", 1, 0, ""), ("m", 2, 0, "b"), ("m", 3, 0, "a")]
+    assert fresh.answers() == bench.answers() == expected
 
 
 @pytest.mark.parametrize("seed", range(8))

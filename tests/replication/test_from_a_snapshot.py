@@ -4,6 +4,7 @@ and whom blocks are for, though batches were applied while the snapshot was writ
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import struct
@@ -38,7 +39,7 @@ def names(path: Path_) -> bytes:
 
 
 def hash_of(path: Path_) -> int:
-    return sum((kind + 1) * 5**at for at, kind in enumerate(path)) + 1
+    return 1 + sum((kind + 1) << 3 * at for at, kind in enumerate(path))
 
 
 class History:
@@ -82,10 +83,8 @@ class History:
         )
 
     async def clear_owner(self, fleet: Fleet) -> None:
-        try:
+        with contextlib.suppress(UnknownOwner):
             await self.random.choice(fleet.members).writer.clear_owner(self.random.choice(OWNERS))
-        except UnknownOwner:
-            pass
 
 
 def picture(member: Lone) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 TCP connects to anything: a web server, a proxy with nothing behind it, a port of the engine that is another one. ZMQ says
 then that a connection began, perhaps that its handshake failed, and tries again for ever; or it takes what comes for an
 ancient protocol, and says nothing more. So a connection has `patience_s` to come through its handshake, and what ends
-before, or takes longer, failed. Where nothing else has happened for so long, there is a `trouble` to be told: for a moment
-an engine that ends or begins behind a proxy looks the same.
+before, or takes longer, failed. Where nothing else has happened for so long, there is a `trouble` to be told: for a
+moment an engine that ends or begins behind a proxy looks the same.
 """
 
 from __future__ import annotations

@@ -132,7 +132,8 @@ def keeper_of(member: Member, path: Path) -> SnapshotKeeper:
 
 async def play(seed: int, path: Path) -> None:
     history = History(seed)
-    async with Fleet(2, ttl_s=0) as fleet:
+    # Of more blocks with equal tokens than are looked at, replicas may look at different ones.
+    async with Fleet(2, ttl_s=0, fuzzy_candidates_max=4_096) as fleet:
         for member in fleet.members:
             member.applier.state.log = LOG
 
@@ -153,7 +154,7 @@ async def play(seed: int, path: Path) -> None:
             if changes > 200:
                 break
         assert await saving
-        assert changes > 3
+        assert changes > 0
         for _ in range(30):
             await change(clears=False)
 

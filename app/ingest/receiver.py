@@ -435,10 +435,8 @@ class Receiver:
 
     def _on_failed_handshake(self, subscription: _Subscription) -> None:
         self.counters.handshake_failures += 1
-        trouble = subscription.handshakes.trouble
-        if trouble and subscription.stream.cause != trouble:
-            logger.warning("%s: %s", subscription.stream, trouble, extra=subscription.stream.log_fields())
-            self._report_down(subscription, trouble)
+        if trouble := subscription.handshakes.trouble:
+            self._report_down(subscription, trouble)  # and logged by the service, once
 
     # -- acting
 

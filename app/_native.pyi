@@ -10,7 +10,9 @@ def prefix_hashes(
 ) -> bytes: ...
 
 class SlotMap:
-    """Contexts and slots of a snapshot -> those of the index that reads it."""
+    """Contexts, slots and owners of a snapshot -> those of the index that reads it."""
+
+    def import_owner(self, saved: int, owner: int) -> None: ...
 
 class PrefixIndex:
     def __init__(
@@ -59,6 +61,9 @@ class PrefixIndex:
     def holdings(self, context: int, prefix_hashes: bytes, now: int) -> bytes:
         """Rows of uint32 place, source, owner."""
 
+    def owners_at(
+        self, context: int, source: int, tier: int, group: int, prefix_hashes: bytes
+    ) -> list[tuple[int, int]]: ...
     def store_prefixes(
         self,
         source: int,
@@ -123,6 +128,7 @@ class PrefixIndex:
         """A frame; how many keys that changed are left."""
 
     def export_contents(self, rows_max: int) -> tuple[bytes, bool]: ...
+    def export_claims(self, claims_max: int) -> tuple[bytes, bool]: ...
     def has_whole_contents(self) -> bool: ...
     def export_end(self) -> None: ...
     def import_slot(

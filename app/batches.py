@@ -14,6 +14,7 @@ and completeness the caller vouches for: what it cannot use it counts.
 
 from __future__ import annotations
 
+import array
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -36,7 +37,7 @@ from app.events import (
 from app.hints import HintBook, Holder, read_hints
 from app.index.interface import Index
 from app.live import LiveFeed
-from app.owners import Owners
+from app.owners import Owners, read_owners
 from app.pods import PodSpec, Source
 from app.registry import Registry
 
@@ -408,8 +409,37 @@ class Batches:
         if event.hints is not None and self._hints.is_on:
             for block, metadata in read_hints(event.hints):
                 self._hints.put(holder, context, block, metadata, now)
+        if event.owners is not None and self._settings.fuzzy:
+            self._claim_prefixes(source, event, context, now)
         source.offloads |= event.tier is not Tier.GPU
         tally.stored_blocks += result.stored_blocks
+
+    def _claim_prefixes(self, source: Source, event: PrefixesStored, context: int, now: int) -> None:
+        """Whom a dump says the blocks are for: stored once more for each owner, which changes nothing else."""
+        names = array.array("Q", event.block_hashes)
+        prefixes = array.array("Q", event.prefix_hashes)
+        copies = None if event.copies is None else array.array("Q", event.copies)
+        for owner, blocks in read_owners(event.owners or b""):
+            places = [place for place, name in enumerate(names) if name in blocks]
+            if not places:
+                continue
+            if not self._owners.has_room_for(owner):
+                self._owners.refused += 1
+                continue
+            self._index.store_prefixes(
+                source.index_id,
+                context,
+                tier=event.tier,
+                group=event.group,
+                engine_hashes=array.array("Q", [names[place] for place in places]).tobytes(),
+                prefix_hashes=array.array("Q", [prefixes[place] for place in places]).tobytes(),
+                copies=None
+                if copies is None or not self._settings.count_copies
+                else array.array("Q", [copies[place] for place in places]).tobytes(),
+                now=now,
+                count_copies=self._settings.count_copies,
+                owner=self._owners.number(owner),
+            )
 
     def _remove(self, source: Source, event: BlockRemoved, tally: _Tally, *, now: int) -> None:
         result = self._index.remove(

@@ -111,7 +111,9 @@ void bind_index(nb::module_& m) {
       },
       "seed"_a, "block_size"_a, "token_ids"_a, "extra_keys"_a.none());
 
-  nb::class_<SlotMap>(m, "SlotMap").def(nb::init<>());
+  nb::class_<SlotMap>(m, "SlotMap")
+      .def(nb::init<>())
+      .def("import_owner", [](SlotMap& self, uint32_t old, uint32_t owner) { self.owners[old] = owner; });
   nb::class_<PrefixIndex>(m, "PrefixIndex")
       .def(
           "__init__",
@@ -215,6 +217,11 @@ void bind_index(nb::module_& m) {
            [](PrefixIndex& self, uint32_t context, const nb::bytes& prefixes, Tick now) {
              return bytes_of_holdings(self.holdings(context, words_of(prefixes), now));
            })
+      .def("owners_at",
+           [](PrefixIndex& self, uint32_t context, uint32_t source, uint32_t tier, uint32_t group,
+              const nb::bytes& prefixes) {
+             return self.owners_at(context, {source, tier, group}, words_of(prefixes));
+           })
       .def("add_owner", &PrefixIndex::add_owner)
       .def("clear_owner", &PrefixIndex::clear_owner)
       .def("owner_claims", &PrefixIndex::owner_claims)
@@ -266,6 +273,12 @@ void bind_index(nb::module_& m) {
            [](PrefixIndex& self, size_t rows_max) {
              bool done = false;
              const std::vector<uint8_t> frame = self.export_contents(rows_max, done);
+             return nb::make_tuple(nb::bytes(frame.data(), frame.size()), done);
+           })
+      .def("export_claims",
+           [](PrefixIndex& self, size_t claims_max) {
+             bool done = false;
+             const std::vector<uint8_t> frame = self.export_claims(claims_max, done);
              return nb::make_tuple(nb::bytes(frame.data(), frame.size()), done);
            })
       .def("has_whole_contents", &PrefixIndex::has_whole_contents)

@@ -412,6 +412,15 @@ class ReferenceIndex:
             for owner in sorted(self._claims.get((slot, prefix), ())) or [0]
         ]
 
+    def owners_at(
+        self, source: int, context: int, *, tier: int, group: int, prefix_hashes: bytes
+    ) -> list[tuple[int, int]]:
+        return [
+            (place, owner)
+            for place, prefix in enumerate(_uint64s(prefix_hashes, "prefix_hashes"))
+            for owner in sorted(self._claims.get(((source, tier, group, context), prefix), ()))
+        ]
+
     def prefix_of(
         self, context: int, source: int, *, tier: int, group: int, engine_hash: int, now: int
     ) -> int | None:

@@ -167,6 +167,7 @@ class Generations:
         self._applier.state = beginning("", self._terms.partitions)
         for name in list(self._service.pods):
             self._service.drop_pod(name)
+        self._service.owners.clear_all()
 
     def _say_away(self) -> None:
         self._service.set_away("a snapshot is being read", concerns=lambda _pod: True)

@@ -13,7 +13,7 @@ from app.replication.redis_log import order
 from tests.replication.proxy import proxied
 from tests.replication.redis_server import RedisServer
 from tests.replication.test_followed import fleet
-from tests.replication.test_replicas import agree, depths, is_ready, post, stats, stored, wait_until
+from tests.replication.test_replicas import agree, depths, is_ready, owners, post, stats, stored, wait_until
 
 
 def replication(http: object) -> dict[str, int]:
@@ -129,6 +129,7 @@ def test_a_new_replica_begins_from_a_snapshot_and_the_log_is_trimmed(redis_serve
         (one,) = all_.start()
         all_.publish(30)
         all_.until_exact()
+        all_.post(one.http, "posted", stored([5_000_001, 5_000_002]), owner="agent1")
 
         def trimmed() -> bool:
             all_.publish(1)
@@ -139,6 +140,7 @@ def test_a_new_replica_begins_from_a_snapshot_and_the_log_is_trimmed(redis_serve
         all_.until_exact()
         assert replication(late.http)["snapshots_loaded"] == 1
         assert agree(all_.clients)
+        assert owners(late.http) == {"agent1": 2}
 
 
 def test_a_replica_that_was_trimmed_past_loads_the_snapshot(redis_server: RedisServer) -> None:

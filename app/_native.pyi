@@ -141,7 +141,8 @@ class PrefixIndex:
         tier: int,
         group: int,
     ) -> None: ...
-    def import_expect(self, other_names: int) -> None:
+    def import_expect(self, context: int, entries: int) -> None: ...
+    def import_expect_names(self, entries: int, other_names: int) -> None:
         """What is about to come, before anything is held: roughly."""
 
     def import_settle(self, rows_max: int) -> bool:

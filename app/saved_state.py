@@ -93,7 +93,8 @@ class Adoption:
 
     places: list[tuple[SlotInfo, int, int]]
     owners: list[tuple[int, int]]
-    other_names: int  # beyond one a prefix, about
+    entries: dict[int, int]  # by context, about
+    other_names: int  # beyond one each, about
     saved_at: int  # ticks of the snapshot
     elapsed: int  # ticks since
     now: int
@@ -219,6 +220,9 @@ def adopt(
     return Adoption(
         places=places,
         owners=owners.adopt(state.owners),
+        entries={
+            contexts[c.id]: int(c.prefixes * coming) for c in state.contexts if contexts[c.id] in living
+        },
         other_names=int(max(0, state.names - sum(c.prefixes for c in state.contexts)) * coming),
         saved_at=state.tick,
         elapsed=elapsed,

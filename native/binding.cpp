@@ -290,6 +290,7 @@ void bind_index(nb::module_& m) {
              slots.slots[{old_context, old_slot}] = self.import_slot(context, {source, tier, group});
            })
       .def("import_expect", &PrefixIndex::import_expect)
+      .def("import_expect_names", &PrefixIndex::import_expect_names)
       .def("import_frame",
            [](PrefixIndex& self, const nb::bytes& frame, const SlotMap& slots, Tick saved_at, Tick elapsed,
               Tick now, bool takes_contents) {

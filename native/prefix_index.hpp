@@ -223,7 +223,12 @@ class PrefixIndex {
   // The frames of a snapshot in their order, into slots that were made for it and hold nothing. False: not a
   // frame, and what of it was read has been taken in.
   uint32_t import_slot(uint32_t context, const Place& place);
-  void import_expect(size_t other_names) { other_names_.reserve(other_names); }
+  // Guesses of what is coming.
+  void import_expect(uint32_t context, size_t entries) { contexts_.at(context)->prefixes.reserve(entries); }
+  void import_expect_names(size_t entries, size_t other_names) {
+    names_.reserve(entries);
+    other_names_.reserve(other_names);
+  }
   bool import_frame(std::span<const uint8_t> frame, const SlotMap& slots, const Aging& aging,
                     bool takes_contents);
   // Behind the last frame, until it says true: of the claims and contents, what belongs to an entry stays.

@@ -445,6 +445,8 @@ bool PrefixIndex::import_names(FrameReader& in, std::vector<Imported>& sets, con
   return true;
 }
 
+// Tried: 130,000 names at a time, each table in the order of its keys. No faster: the tables are larger than
+// the caches, but so are the lists of what goes where.
 void PrefixIndex::import_name(uint64_t key, uint64_t prefix, Tick last_seen, Imported& set, BlockId& before) {
   Context& context = *set.context;
   BlockId id = context.behind(sets_, before, prefix);

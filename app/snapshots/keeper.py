@@ -156,7 +156,10 @@ class SnapshotKeeper:
         for saved, owner in adoption.owners:
             importing.owner(saved, owner=owner)
         most = source.size // NAME_BYTES_MIN
-        importing.expect(other_names=min(adoption.other_names, most))
+        importing.expect(
+            other_names=min(adoption.other_names, most),
+            entries={context: min(entries, most) for context, entries in adoption.entries.items()},
+        )
         hints = []  # until their blocks are all there
         try:
             async for frame in source.frames():

@@ -16,7 +16,8 @@ import redis.asyncio
 from app.hashing import digest
 from app.pods import PodSpec
 from app.replication.leases import MARGIN, Leases
-from tests.replication.servers import RedisServer, serving_redis, way_to
+from tests.replication.proxy import proxied
+from tests.replication.redis_server import RedisServer, cluster_options, serving_redis
 
 TTL_S = 0.6
 LONG_TTL_S = 3.0  # where a lease that ends because the machine is busy would fail the test
@@ -237,19 +238,19 @@ def test_cut_off_a_holder_stops_before_another_begins(server: RedisServer) -> No
 
     async def scene(fleet: Fleet) -> None:
         pods = pod_names(4)
-        async with way_to(server.port) as way:
-            fleet.add("a", pods, port=way.port)
+        with proxied(server.port) as proxy:
+            fleet.add("a", pods, port=proxy.port)
             await fleet.until_spread(4, 4)
             fleet.add("b", pods)
             await fleet.until_spread(4, 2, 2)
-            way.cut()
+            proxy.set("hold")
             await fleet.until(lambda: fleet.loads() == {"b": 4}, "b has all")
             last_lost = max(i for i, told in enumerate(fleet.told) if told[:2] == ("a", "lost"))
             first_taken = min(i for i, told in enumerate(fleet.told) if i > last_lost and told[0] == "b")
             assert last_lost < first_taken
             assert fleet.replicas["a"].counters()["exchanges_failed"] > 0
             assert fleet.replicas["a"].held() == {}
-            way.heal()
+            proxy.set("pass")
             await fleet.until_spread(4, 2, 2)
             await fleet.stop("a")
 
@@ -305,7 +306,6 @@ def test_stolen_in_redis_is_noticed(server: RedisServer) -> None:
 @pytest.mark.parametrize("kept", [True, False])
 def test_redis_killed_and_back(kept: bool) -> None:
     """With its data and without: epochs go on rising, and whoever held holds again."""
-    arguments = ("--appendonly", "yes", "--appendfsync", "always") if kept else ()
 
     async def scene(server: RedisServer) -> None:
         async with fleet_of(server.port) as fleet:
@@ -324,7 +324,7 @@ def test_redis_killed_and_back(kept: bool) -> None:
                 assert epoch is not None
                 assert epoch > before
 
-    with serving_redis(*arguments) as server:
+    with serving_redis(keep=kept) as server:
         asyncio.run(scene(server))
 
 
@@ -428,5 +428,5 @@ def test_in_a_cluster() -> None:
             await fleet.until_spread(6, 6)
             await leases.stop()
 
-    with serving_redis("--cluster-enabled", "yes") as server:
+    with serving_redis(options=cluster_options()) as server:
         asyncio.run(scene(server))

@@ -9,8 +9,9 @@ NATIVE := $(wildcard native/*.hpp native/*.cpp) CMakeLists.txt
 NATIVE_TESTS := tests/index tests/fuzzy tests/api/test_fuzzy.py tests/test_service.py tests/test_json_cut.py tests/api/test_short_way.py \
   tests/test_wire.py tests/ingest/test_wire_payload.py
 CPP_FILES := $(wildcard native/*.hpp native/*.cpp)
-# Byte code is made when a module is imported first: of what is installed, most never is.
-INSTALL := $(BIN)/python -m pip install --quiet --no-compile
+INSTALL := $(BIN)/python -m pip install --quiet
+# Tests start hundreds of processes: without byte code each of them would compile the whole package once more.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests wait for processes and sockets a third of their time: three workers keep two cores busy. A test file stays whole.
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile

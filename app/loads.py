@@ -99,6 +99,10 @@ class Loads:
                 group.create_task(ask(pod, url))
 
     async def _run(self) -> None:
+        while not any(
+            spec.metrics_url for spec in self._pods()
+        ):  # a client costs 16 ms: most have no use for it
+            await asyncio.sleep(self._settings.loads_interval_s)
         async with httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False) as client:
             while True:
                 try:

@@ -14,7 +14,7 @@ from app.replication.redis_log import order
 from tests.replication.proxy import proxied
 from tests.replication.redis_server import RedisServer
 from tests.replication.test_followed import fleet
-from tests.replication.test_replicas import agree, depths, is_ready, post, stats, stored, wait_until
+from tests.replication.test_replicas import agree, depths, figure, is_ready, post, stats, stored, wait_until
 
 
 def replication(http: object) -> dict[str, int]:
@@ -186,9 +186,13 @@ def test_a_new_replica_begins_from_a_snapshot_and_the_log_is_trimmed(redis_serve
             return replication(one.http)["trimmed_groups"] > 0
 
         wait_until(trimmed, "the log is trimmed behind the snapshots")
-        (late,) = all_.start()
+        (late,) = all_.start(KVINDEXER_SNAPSHOT_INTERVAL_S="4")
         all_.until_exact()
         assert replication(late.http)["snapshots_loaded"] == 1
+        wait_until(
+            lambda: figure(late.http, "snapshot_saved_at_seconds") > 0, "it knows of the others' snapshots"
+        )
+        assert figure(late.http, "snapshot_saved_total") == 0, "and had no need to write one"
         assert agree(all_.clients)
 
 

@@ -55,7 +55,7 @@ sanitize: $(STAMP) $(DEV)
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >/dev/null
 	@$(BIN)/cmake --build $(SANITIZED) >/dev/null
 	$(SANITIZERS) $(PYTEST) -q $(NATIVE_TESTS)
-	$(SANITIZERS) PYTHONMALLOC=malloc RAW_BYTES_EXAMPLES=500 $(PYTEST) -q --dist load tests/test_raw_bytes.py
+	$(SANITIZERS) PYTHONMALLOC=malloc RAW_BYTES_EXAMPLES=250 $(PYTEST) -q --dist load tests/test_raw_bytes.py
 
 bench: $(STAMP) $(DEV)
 	$(BIN)/python -m benchmarks.prefix_index

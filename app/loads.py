@@ -103,16 +103,13 @@ class Loads:
         async with contextlib.AsyncExitStack() as held:
             while True:
                 if client is None and any(spec.metrics_url is not None for spec in self._pods()):
+                    # Made late: it costs 16 ms, and most have nobody to ask.
                     client = httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False)
-                    await held.enter_async_context(
-                        client
-                    )  # made late: it costs 16 ms, and most have nobody to ask
+                    await held.enter_async_context(client)
                 if client is not None:
                     try:
                         await self.poll(client)
-                    except (
-                        Exception
-                    ):  # the outermost loop of this task: it must outlive a fault of ours, and say so
+                    except Exception:  # the outermost of this task: it outlives a fault of ours, and says so
                         logger.exception("a look at the pods' loads failed")
                         self._counts["failures"] += 1
                 await asyncio.sleep(self._settings.loads_interval_s)

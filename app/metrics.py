@@ -120,7 +120,7 @@ _PART_GAUGES = {
     "loads": {"known": "Pods whose load was read lately"},
     "access": {"keys": "API keys that are known now"},
     "snapshot": {
-        "saved_at_seconds": "Unix time of the last snapshot written",
+        "saved_at_seconds": "Unix time of the newest snapshot; of replicas over Redis, whichever wrote it",
         "saved_bytes": "Its bytes on disk",
         "restored_blocks": "Blocks that the snapshot at the start brought",
     },

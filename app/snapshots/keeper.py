@@ -208,6 +208,10 @@ class SnapshotKeeper:
                 self._counts["failed"] += 1
                 logger.exception("a snapshot failed")
 
+    def saw(self, at_s: float) -> None:
+        """There is a snapshot of this moment in the store, whoever wrote it."""
+        self._figures["saved_at_seconds"] = max(self._figures["saved_at_seconds"], int(at_s))
+
     async def save(self, place: Callable[[SavedState], SavedState] | None = None) -> bool:
         """False when it failed, which is logged and counted, or when another replica is at it."""
         began_s = time.monotonic()

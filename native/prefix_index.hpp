@@ -323,7 +323,7 @@ class PrefixIndex {
     BlockId near = kNoBlock;  // the record whose name was removed last
     int32_t step = 0;         // from the record before to that one, when they are neighbours
     Context* context = nullptr;
-    std::optional<uint32_t> slot = {};  // of the place in `context`
+    std::optional<uint32_t> slot = {};  // of the place in `context`, where there is one
   };
   enum class Stage { kGraveyard, kRecords, kMarks, kClaims, kOtherNames, kCopies, kAliases };
 

@@ -154,8 +154,8 @@ void PrefixIndex::find_targets(Removal& removal, uint64_t key) {
     const SetId owners = owners_of(name);
     if (removal.context == nullptr || removal.context->id != sets_.context(owners)) {
       removal.context = find_context(sets_.context(owners));
-      if (removal.context == nullptr) return false;
-      removal.slot = removal.context->find_slot(removal.place);
+      removal.slot.reset();
+      if (removal.context != nullptr) removal.slot = removal.context->find_slot(removal.place);
     }
     if (removal.slot && sets_.contains(owners, *removal.slot))
       targets_.push_back({removal.context, *removal.slot, name});

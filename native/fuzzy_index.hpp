@@ -41,6 +41,8 @@ struct FuzzyStatistics {
   uint64_t contexts = 0;
   uint64_t blocks = 0;   // entries, doomed ones too
   uint64_t chained = 0;  // of them: beyond the first with their content
+  uint64_t backlog = 0;  // of them: not in the tables yet
+  uint64_t asleep = 0;   // contexts that have not been asked yet
   uint64_t doomed = 0;   // removed, not swept yet
   uint64_t crowded = 0;  // contents that near matches do not find
   uint64_t bytes = 0;
@@ -78,11 +80,11 @@ class FuzzyIndex {
     return found;
   }
   // See FuzzyContext::insert.
-  size_t insert(uint32_t id, std::span<const uint64_t> prefixes, std::span<const Content> hashes) {
+  void insert(uint32_t id, std::span<const uint64_t> prefixes, std::span<const Content> hashes) {
     bury();
     if (is_noting_)
       for (size_t i = 0; i < prefixes.size(); ++i) note_stored(id, prefixes[i], hashes[i]);
-    return contexts_.at(id)->insert(prefixes, hashes);
+    contexts_.at(id)->insert(prefixes, hashes);
   }
   void remove(uint32_t id, std::span<const uint64_t> prefixes) {
     bury();
@@ -95,7 +97,8 @@ class FuzzyIndex {
   std::vector<uint64_t> prefixes(uint32_t id) { return contexts_.at(id)->prefixes(); }
 
   // Of the windows from `window` on; `window` becomes the next one, that behind the last at the end. Stops
-  // behind `windows_max` windows or about as many matches.
+  // behind `windows_max` windows or about as many matches; and before the first while the context is roused,
+  // which takes some slices.
   std::vector<FuzzyMatch> exact(uint32_t id, const uint8_t* tokens, size_t count, size_t matches_max,
                                 size_t& window, size_t windows_max);
   static std::vector<uint32_t> select(std::span<const uint32_t> weights, size_t block_size);
@@ -171,7 +174,7 @@ class FuzzyIndex {
 // What lies near the windows of a prompt at given offsets, found in slices between which the index may
 // change.
 //
-// What is stored when the first slice begins and is still there when its window's matches are taken is among
+// What is stored when the first slices begin and is still there when its window's matches are taken is among
 // them, unless `matches_max` leaves it out; nothing is that is not stored then. What comes meanwhile may be.
 class NearQuery {
  public:
@@ -203,8 +206,9 @@ class NearQuery {
   std::vector<uint64_t> simhashes_, contents_;
   std::vector<std::vector<FuzzyIndex::Near>> found_;  // by window
   std::unique_ptr<NearSearch> search_;
-  uint64_t version_ = 0;
-  size_t taken_ = 0;  // windows
+  bool is_roused_ = false;
+  uint64_t version_ = 0;  // when it was
+  size_t taken_ = 0;      // windows
 };
 
 inline std::vector<FuzzyMatch> FuzzyIndex::exact(uint32_t id, const uint8_t* tokens, size_t count,
@@ -213,7 +217,7 @@ inline std::vector<FuzzyMatch> FuzzyIndex::exact(uint32_t id, const uint8_t* tok
   FuzzyContext& context = *contexts_.at(id);
   const size_t block_size = context.block_size();
   std::vector<FuzzyMatch> matches;
-  if (window + block_size > count) return matches;
+  if (window + block_size > count || (window == 0 && !context.rouse())) return matches;
   const size_t first = window;
   const size_t windows = std::min(windows_max, count - block_size + 1 - first);
   const std::vector<uint64_t> simhashes =
@@ -244,7 +248,6 @@ inline NearQuery::NearQuery(FuzzyIndex& index, uint32_t id, const uint8_t* token
   for (size_t i = 0; i < offsets_.size(); ++i)
     contents_[i] = xxh64(tokens + 4 * size_t{offsets_[i]}, context.block_size() * 4, 0);
   search_ = std::make_unique<NearSearch>(simhashes_, distance_max, context.scans());
-  version_ = context.version();
 }
 
 inline std::vector<uint64_t> NearQuery::simhashes(const uint8_t* tokens, size_t count,
@@ -261,8 +264,14 @@ inline std::vector<uint64_t> NearQuery::simhashes(const uint8_t* tokens, size_t 
 }
 
 inline bool NearQuery::step(size_t work_max) {
-  const FuzzyContext* const from = context();
+  FuzzyContext* const from = context();
   if (from == nullptr) return true;
+  if (!is_roused_) {
+    const bool was_awake = from->backlog() == 0;
+    is_roused_ = from->rouse();
+    version_ = from->version();
+    if (!was_awake) return false;
+  }
   return from->search(*search_, work_max, [&](uint32_t window, unsigned distance, const Record& record) {
     std::vector<FuzzyIndex::Near>& list = found_[window];
     list.push_back(
@@ -356,6 +365,8 @@ inline FuzzyStatistics FuzzyIndex::statistics() const {
   for (const auto& [id, context] : contexts_) {
     now.blocks += context->size();
     now.chained += context->chained();
+    now.backlog += context->backlog();
+    now.asleep += context->is_awake() ? 0 : 1;
     now.doomed += context->doomed();
     now.crowded += context->crowded();
     now.bytes += context->bytes();
@@ -368,7 +379,7 @@ inline FuzzyStatistics FuzzyIndex::statistics() const {
 
 inline void FuzzyIndex::begin_walk() {
   walking_.clear();
-  for (const auto& [id, context] : contexts_) walking_.emplace(id, context->begin_walk());
+  for (const auto& [id, context] : contexts_) walking_.emplace(id, ContentCursor{});
 }
 
 inline bool FuzzyIndex::walk(size_t rows_max, std::vector<ContentRow>& rows) {

@@ -109,7 +109,7 @@ class FuzzyContext {
   static constexpr size_t kVisitsPerRemoval = 16;
   static constexpr size_t kInsertionsPerSplit = 4;  // at the least
   static constexpr size_t kSplitsMin = 8;           // together they are cheaper than one by one
-  static constexpr size_t kPendingMax = 4'096;      // of an awake context
+  static constexpr size_t kPendingMax = 1'024;      // of an awake context
   static constexpr size_t kSplitsPerSlice = 2'048;
   static constexpr size_t kSpreadPerSlice = 16'384;
   static constexpr size_t kBatch = 128;
@@ -202,7 +202,10 @@ inline void FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span<c
       backlog_.add(record);
   }
   if (!batch_.empty()) put(batch_);
-  while (awake_ && backlog_.size() >= kPendingMax) drain();
+  // Once, or as much as came: should whoever asked have gone before all was roused, that is done bit by bit.
+  for (size_t drained = 0; awake_ && backlog_.size() >= kPendingMax && drained <= prefixes.size();
+       drained += kPendingMax)
+    drain();
 }
 
 inline bool FuzzyContext::rouse() {
@@ -386,12 +389,14 @@ inline std::vector<uint64_t> FuzzyContext::prefixes() {
       }
     });
   chains_.for_each([&](uint64_t prefix) { found.push_back(prefix); });
+  std::sort(found.begin(), found.end());
+  std::vector<uint64_t> waiting;
   ContentBacklog::Cursor cursor;
   backlog_.walk(cursor, SIZE_MAX, [&](const Record& record) {
-    if (!is_doomed(record.prefix)) found.push_back(record.prefix);
+    if (!is_doomed(record.prefix) && !std::binary_search(found.begin(), found.end(), record.prefix))
+      waiting.push_back(record.prefix);
   });
-  std::sort(found.begin(), found.end());
-  found.erase(std::unique(found.begin(), found.end()), found.end());
+  found.insert(found.end(), waiting.begin(), waiting.end());
   return found;
 }
 

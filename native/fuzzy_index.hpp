@@ -74,9 +74,12 @@ class FuzzyIndex {
   size_t block_size(uint32_t id) const { return contexts_.at(id)->block_size(); }
 
   // What `insert` wants to know of blocks, from their tokens.
+  void hash(uint32_t id, const uint8_t* tokens, std::span<Content> out) const {
+    content_hashes(tokens, out.size(), block_size(id), shingle_, out.data());
+  }
   std::vector<Content> hashes(uint32_t id, const uint8_t* tokens, size_t blocks) const {
     std::vector<Content> found(blocks);
-    content_hashes(tokens, blocks, block_size(id), shingle_, found.data());
+    hash(id, tokens, found);
     return found;
   }
   // See FuzzyContext::insert.

@@ -6,8 +6,9 @@
 // Asleep, awake. Until the first question nothing is put in the tables: what is stored lies in a backlog
 // (content_backlog.hpp), at a tenth of the cost. A question first puts all of it there, in slices (`rouse`).
 // From then on the context is awake, and the backlog is short: kPendingMax blocks, which are put in the
-// tables together. A content is in the backlog or in the tables, seldom in both (where its prefix went and
-// came back), and that does no harm.
+// tables together. When more blocks than it holds have come since the last question, it falls asleep again. A
+// content is in the backlog or in the tables, seldom in both (where its prefix went and came back), and that
+// does no harm.
 //
 // Growth. A bucket holds kRecordsPerBucket records on average: an insertion that makes them more splits the
 // next bucket, never more than a few for each that it inserts.
@@ -110,6 +111,8 @@ class FuzzyContext {
   static constexpr size_t kInsertionsPerSplit = 4;  // at the least
   static constexpr size_t kSplitsMin = 8;           // together they are cheaper than one by one
   static constexpr size_t kPendingMax = 1'024;      // of an awake context
+  static constexpr size_t kUnaskedMin = 65'536;
+  static constexpr size_t kDrainsPerSlice = 4;
   static constexpr size_t kSplitsPerSlice = 2'048;
   static constexpr size_t kSpreadPerSlice = 16'384;
   static constexpr size_t kBatch = 128;
@@ -163,6 +166,7 @@ class FuzzyContext {
   size_t shingle_;
   const NearScans* scans_;
   bool awake_ = false;
+  size_t unasked_ = 0;  // blocks that came since the last question
   ContentBacklog backlog_;
   NearTable table_;
   uint64_t version_ = 0;
@@ -191,6 +195,8 @@ inline size_t FuzzyContext::bytes() const {
 
 inline void FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span<const Content> hashes) {
   ++version_;
+  unasked_ += prefixes.size();
+  if (unasked_ > std::max(size(), kUnaskedMin)) awake_ = false;
   batch_.clear();
   const bool any_doomed = doomed() != 0;
   for (size_t i = 0; i < prefixes.size(); ++i) {
@@ -210,17 +216,21 @@ inline void FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span<c
 
 inline bool FuzzyContext::rouse() {
   awake_ = true;
+  unasked_ = 0;
   if (backlog_.size() == 0) return true;
   ++version_;
-  if (const size_t splits = splits_for(table_.size() + backlog_.size())) {
+  size_t splits = splits_for(table_.size() + backlog_.size());
+  if (splits != 0 && table_.size() < table_.buckets()) {  // now they are cheap, there is little to be moved
     table_.split(std::min(splits, kSplitsPerSlice));
     if (splits > kSplitsPerSlice) return false;
+    splits = 0;
   }
   if (!backlog_.is_spread()) {
     backlog_.spread(kSpreadPerSlice);
     return false;
   }
-  drain();
+  for (size_t drains = splits == 0 ? kDrainsPerSlice : 1; drains > 0 && backlog_.size() != 0; --drains)
+    drain();
   return backlog_.size() == 0;
 }
 

@@ -42,7 +42,7 @@ struct FuzzyStatistics {
   uint64_t blocks = 0;   // entries, doomed ones too
   uint64_t chained = 0;  // of them: beyond the first with their content
   uint64_t backlog = 0;  // of them: not in the tables yet
-  uint64_t asleep = 0;   // contexts that have not been asked yet
+  uint64_t asleep = 0;   // contexts that are not asked
   uint64_t doomed = 0;   // removed, not swept yet
   uint64_t crowded = 0;  // contents that near matches do not find
   uint64_t bytes = 0;

@@ -87,7 +87,7 @@ class FuzzyStats:
     blocks: int  # entries, removed ones that are not swept yet too
     same_content: int  # of them: known to be beyond the first with their content
     backlog: int  # of them: not put in the tables yet, as no question has been asked since they came
-    asleep: int  # contexts of which no question has been asked yet
+    asleep: int  # contexts of which no question has been asked, or none for long
     unswept: int  # removed, hidden already, their place not given back yet
     crowded: int  # contents that only exact matches find: too many others are nearly the same
     bytes: int

@@ -272,6 +272,35 @@ def test_what_goes_and_comes_back_at_once_does_not_pile_up() -> None:
     assert pair.index.stats().blocks == len(blocks)
 
 
+def test_an_index_that_is_not_asked_any_more_falls_asleep_and_wakes_again() -> None:
+    chance = random.Random(7)
+    pair = Pair()
+    hashes = random_hashes(80_000, chance)
+    simple = {
+        p: (p & 0xFFFFFFFF, *range(BLOCK - 1)) for p in hashes
+    }  # crowded: exact matches find all the same
+    blocks = {p: random_block(chance) for p in hashes[:3_000]}
+    pair.store(blocks)
+    pair.wake()
+    assert pair.index.stats().asleep == 0
+    generation = 6_000
+    for first in range(3_000, 75_000, generation):  # so much comes and goes that it holds little at any time
+        passing = hashes[first : first + generation]
+        pair.store({p: simple[p] for p in passing})
+        pair.remove(passing)
+    pair.check_contents()
+    stats = pair.index.stats()
+    assert (stats.asleep, stats.contexts) == (1, 1)
+    last = {p: random_block(chance) for p in hashes[-3_000:]}
+    pair.store(last)
+    assert pair.index.stats().backlog >= 3_000
+    asked = [*chance.sample(list(blocks.values()), 20), *chance.sample(list(last.values()), 20)]
+    pair.check_grid(list(itertools.chain.from_iterable(asked)), 8)
+    pair.check_contents()
+    stats = pair.index.stats()
+    assert (stats.asleep, stats.backlog) == (0, 0)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_blocks_come_and_go_while_many_are_put_in_the_tables(seed: int) -> None:
     """So many that they are spread by their SimHashes first; a question that is not waited for leaves the rest."""
@@ -296,7 +325,9 @@ def test_blocks_come_and_go_while_many_are_put_in_the_tables(seed: int) -> None:
             break  # whoever asked has gone
     assert slices >= (3 if seed == 1 else 10)
     while pair.index.stats().backlog > 1_024:  # then what comes brings it on
-        pair.store({p: block_of[p] for p in chance.sample(sorted(block_of), 9) if p not in pair.reference.blocks})
+        pair.store(
+            {p: block_of[p] for p in chance.sample(sorted(block_of), 9) if p not in pair.reference.blocks}
+        )
     pair.check_contents()
     asked = chance.sample(contents, 40)
     pair.check_grid(list(itertools.chain.from_iterable(asked)), 8)

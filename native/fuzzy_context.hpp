@@ -195,8 +195,6 @@ inline size_t FuzzyContext::bytes() const {
 
 inline void FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span<const Content> hashes) {
   ++version_;
-  unasked_ += prefixes.size();
-  if (unasked_ > std::max(size(), kUnaskedMin)) awake_ = false;
   batch_.clear();
   const bool any_doomed = doomed() != 0;
   for (size_t i = 0; i < prefixes.size(); ++i) {
@@ -208,6 +206,8 @@ inline void FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span<c
       backlog_.add(record);
   }
   if (!batch_.empty()) put(batch_);
+  unasked_ += prefixes.size();
+  if (unasked_ > std::max(size(), kUnaskedMin)) awake_ = false;
   // Once, or as much as came: should whoever asked have gone before all was roused, that is done bit by bit.
   for (size_t drained = 0; awake_ && backlog_.size() >= kPendingMax && drained <= prefixes.size();
        drained += kPendingMax)

@@ -181,7 +181,7 @@ class FuzzyIndex {
 // them, unless `matches_max` leaves it out; nothing is that is not stored then. What comes meanwhile may be.
 class NearQuery {
  public:
-  // Offsets are such that offset + block_size <= count.
+  // Offsets are such that offset + block_size <= count. Throws std::invalid_argument beyond kQueriesMax.
   NearQuery(FuzzyIndex& index, uint32_t id, const uint8_t* tokens, size_t count,
             std::vector<uint32_t> offsets, unsigned distance_max, size_t matches_max);
   NearQuery(const NearQuery&) = delete;
@@ -246,6 +246,7 @@ inline NearQuery::NearQuery(FuzzyIndex& index, uint32_t id, const uint8_t* token
       matches_max_(matches_max),
       contents_(offsets_.size()),
       found_(offsets_.size()) {
+  if (offsets_.size() > kQueriesMax) throw std::invalid_argument("more windows than a search takes");
   const FuzzyContext& context = *index.contexts_.at(id);
   simhashes_ = simhashes(tokens, count, context.block_size());
   for (size_t i = 0; i < offsets_.size(); ++i)

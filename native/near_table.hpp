@@ -40,6 +40,7 @@
 #include <vector>
 
 #include "near_nodes.hpp"
+#include "near_scans.hpp"
 #include "visit_plan.hpp"
 
 namespace kvindexer {

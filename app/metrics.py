@@ -145,8 +145,10 @@ _PART_GAUGES = {
     "fuzzy": {
         "contexts": "Contexts whose blocks fuzzy matches find",
         "blocks": "Blocks that they find, removed ones too until they are swept",
-        "same_content": "Those of them beyond the first of their tokens",
-        "unswept": "Removed blocks that are not swept yet",
+        "same_content": "Those of them known to be beyond the first of their tokens",
+        "backlog": "Those of them that the next fuzzy match has to put in its tables first",
+        "asleep": "Contexts of which no fuzzy match has been asked, or none while as many blocks came as they hold",
+        "unswept": "Removed blocks that are not swept yet, at the most",
         "crowded": "Contents that only exact matches find: too many others are nearly the same",
         "bytes": "Memory of all this in bytes",
         "asked": "Fuzzy matches that are under way or wait for their turn",

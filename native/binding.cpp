@@ -463,7 +463,7 @@ void bind_fuzzy(nb::module_& m) {
       .def("insert",
            [](FuzzyIndex& self, uint32_t context, const nb::bytes& prefixes, const nb::bytes& tokens) {
              const std::vector<uint64_t> known = words_of(prefixes);
-             return self.insert(context, known, self.hashes(context, data_of(tokens), known.size()));
+             self.insert(context, known, self.hashes(context, data_of(tokens), known.size()));
            })
       .def("remove", [](FuzzyIndex& self, uint32_t context,
                         const nb::bytes& prefixes) { self.remove(context, words_of(prefixes)); })
@@ -482,8 +482,8 @@ void bind_fuzzy(nb::module_& m) {
                   })
       .def("statistics", [](const FuzzyIndex& self) {
         const FuzzyStatistics now = self.statistics();
-        return std::tuple(now.contexts, now.blocks, now.chained, now.doomed, now.crowded, now.bytes,
-                          now.matches_dropped);
+        return std::tuple(now.contexts, now.blocks, now.chained, now.backlog, now.asleep, now.doomed,
+                          now.crowded, now.bytes, now.matches_dropped);
       });
   nb::class_<NearQuery>(m, "NearQuery")
       .def(

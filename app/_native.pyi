@@ -358,6 +358,10 @@ def msgpack_events(
     for a payload that is no array of a time, events and perhaps a rank, or that ends too early or too late.
     """
 
+def request_head(data: bytes) -> tuple[str, bytes, list[tuple[bytes, bytes]], int, int] | None:
+    """The head of a plain POST request at the beginning of `data`: path, query string, headers (names in lower case),
+    bytes of the head, bytes of the body. None for any other, and for one that has not come whole."""
+
 def scan_json(data: Buffer) -> bytes | None:
     """`json_unsigned` for the usual texts, None for others (native/digit_scan.hpp)."""
 

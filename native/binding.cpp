@@ -22,6 +22,7 @@
 #include "json_cut.hpp"
 #include "linear_scan.hpp"
 #include "prefix_index.hpp"
+#include "request_head.hpp"
 #include "wire.hpp"
 #include "xxh64.hpp"
 
@@ -708,6 +709,25 @@ nb::object msgpack_events(nb::handle data, size_t children_max) {
   return nb::make_tuple(as_bytes(batch.ts), rank.empty() ? nb::object(nb::none()) : as_bytes(rank), events);
 }
 
+nb::object bytes_of_text(std::string_view text) { return nb::bytes(text.data(), text.size()); }
+
+// (path, query string, headers with names in lower case, bytes of the head, bytes of the body); None for what
+// request_head.hpp refuses.
+nb::object request_head(const nb::bytes& data) {
+  wire::RequestHead head;
+  if (!wire::read_request_head({data_of(data), data.size()}, head)) return nb::none();
+  nb::list headers;
+  std::string name;
+  for (size_t i = 0; i < head.line_count; ++i) {
+    name = head.lines[i].name;
+    for (char& letter : name)
+      letter = letter >= 'A' && letter <= 'Z' ? static_cast<char>(letter + 32) : letter;
+    headers.append(nb::make_tuple(bytes_of_text(name), bytes_of_text(head.lines[i].value)));
+  }
+  return nb::make_tuple(nb::str(head.path.data(), head.path.size()), bytes_of_text(head.query), headers,
+                        head.bytes, head.body_bytes);
+}
+
 // The parsers of JSON numbers one by one, for the tests to compare.
 template <typename Masks>
 nb::object scan_json(nb::handle data) {
@@ -741,6 +761,7 @@ void bind_wire(nb::module_& m) {
   m.def("json_child_count", &json_child_count, nb::arg("data"), nb::arg("count_max"));
   m.def("msgpack_child_count", &msgpack_child_count, nb::arg("data"));
   m.def("msgpack_events", &msgpack_events, nb::arg("data"), nb::arg("children_max"));
+  m.def("request_head", &request_head, nb::arg("data"));
   m.def("scan_json", &scan_json<wire::FastMasks>, nb::arg("data"));
   m.def("scan_json_by_words", &scan_json<wire::WordMasks>, nb::arg("data"));
   m.def("msgpack_children", &msgpack_children<1>, nb::arg("data"), nb::arg("children_max"));

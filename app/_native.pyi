@@ -202,6 +202,9 @@ class AnswerBook:
     ) -> None:
         """`opening` is the row's JSON up to its first figure; `block_size` 0 and `heard_at_s` NaN are none."""
 
+    def hear(self, source: int, heard_at_s: float) -> bool:
+        """What changes with every batch; False for a source that is not in the book."""
+
     def drop(self, source: int) -> None: ...
     def render(
         self,
@@ -217,6 +220,23 @@ class AnswerBook:
 
         `answers` are (block size, packed rows) of each context, `sources` those that may be shown.
         """
+
+    def match(
+        self,
+        index: PrefixIndex,
+        context: int,
+        asked: bytes,
+        are_hashes: bool,
+        extra_keys: tuple[bytes, ...] | None,
+        now: int,
+        head: bytes,
+        tail: bytes,
+        unit: int,
+        tokens: int,
+        now_s: float,
+        sources: set[int] | None,
+    ) -> tuple[bytes, int, int]:
+        """The same for a query of one context, whose block size is `unit`; `asked` are its token ids or hashes."""
 
 # -- fuzzy (native/fuzzy_index.hpp)
 

@@ -245,7 +245,8 @@ class Batches:
         self, source: Source, sifted: Sifted, seq: int | None, lora: str | None, owner: int = 0
     ) -> BatchResult:
         self._registry.welcome_back(source)
-        source.block_size = sifted.block_size
+        if source.block_size != sifted.block_size:
+            self._registry.set_block_size(source, sifted.block_size)
         if sifted.chunk_sizes is not source.chunk_sizes:
             self._learn_chunk_sizes(source, sifted.chunk_sizes)
         tally = self._apply_events(source, sifted.events, lora, owner)

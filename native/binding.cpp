@@ -328,11 +328,29 @@ void bind_flight(nb::module_& m) {
 // -- answers
 
 // Opens an answer with `head`, closes it with `tail`, and says how deep the best row is (blocks, tokens).
-// `answers` are (block size, rows of a match); `pods`, a set of names, leaves out the rows of all others.
-std::tuple<nb::bytes, uint64_t, uint64_t> render_answer(AnswerBook& self, const nb::bytes& head,
-                                                        const nb::bytes& tail, const nb::list& answers,
-                                                        uint32_t unit, uint64_t tokens, double now_s,
-                                                        const std::optional<nb::set>& ids) {
+nb::tuple finish_answer(AnswerBook& book, const nb::bytes& head, const nb::bytes& tail, uint32_t unit,
+                        uint64_t tokens, double now_s) {
+  AnswerBook::Deepest deepest;
+  const std::string_view rows = book.render(unit, tokens, now_s, deepest);
+  PyObject* const made =
+      PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(head.size() + rows.size() + tail.size()));
+  if (made == nullptr) throw nb::python_error();
+  char* to = PyBytes_AS_STRING(made);
+  std::memcpy(to, head.data(), head.size());
+  std::memcpy(to + head.size(), rows.data(), rows.size());
+  std::memcpy(to + head.size() + rows.size(), tail.data(), tail.size());
+  return nb::make_tuple(nb::steal<nb::bytes>(made), deepest.blocks, deepest.tokens);
+}
+
+void add_row(AnswerBook& book, const Row& row, uint32_t block_size, const std::optional<nb::set>& ids) {
+  if (ids && !ids->contains(nb::int_(row.source))) return;
+  if (!book.add(row, block_size)) throw std::out_of_range("a row of a source that is not in the book");
+}
+
+// `answers` are (block size, rows of a match); `ids`, a set of sources, leaves out the rows of all others.
+nb::tuple render_answer(AnswerBook& self, const nb::bytes& head, const nb::bytes& tail,
+                        const nb::list& answers, uint32_t unit, uint64_t tokens, double now_s,
+                        const std::optional<nb::set>& ids) {
   self.begin();
   for (const nb::handle answer : answers) {
     const auto [block_size, packed] = nb::cast<std::pair<uint32_t, nb::bytes>>(answer);
@@ -340,15 +358,29 @@ std::tuple<nb::bytes, uint64_t, uint64_t> render_answer(AnswerBook& self, const 
     for (size_t at = 0; at + sizeof(Row) <= packed.size(); at += sizeof(Row)) {
       Row row;
       std::memcpy(&row, data_of(packed) + at, sizeof(Row));
-      if (ids && !ids->contains(nb::int_(row.source))) continue;
-      if (!self.add(row, block_size)) throw std::out_of_range("a row of a source that is not in the book");
+      add_row(self, row, block_size, ids);
     }
   }
-  std::string out;
-  out.append(static_cast<const char*>(head.data()), head.size());
-  const AnswerBook::Deepest deepest = self.render(unit, tokens, now_s, out);
-  out.append(static_cast<const char*>(tail.data()), tail.size());
-  return {nb::bytes(out.data(), out.size()), deepest.blocks, deepest.tokens};
+  return finish_answer(self, head, tail, unit, tokens, now_s);
+}
+
+// The same from one context, of which `unit` is the block size, without rows in between.
+nb::tuple answer_match(AnswerBook& self, PrefixIndex& index, uint32_t context, const nb::bytes& asked,
+                       bool are_hashes, const std::optional<nb::tuple>& extra, Tick now,
+                       const nb::bytes& head, const nb::bytes& tail, uint32_t unit, uint64_t tokens,
+                       double now_s, const std::optional<nb::set>& ids) {
+  std::vector<Row> rows;
+  if (are_hashes) {
+    index.match_hashes(context, HashList(data_of(asked)), asked.size() / 8, now, rows);
+  } else {
+    const ExtraKeys keys = extra_of(extra);
+    index.match_tokens(context, data_of(asked), asked.size() / index.block_bytes(context),
+                       extra ? &keys : nullptr, now, rows);
+  }
+  self.begin();
+  self.begin_context();
+  for (const Row& row : rows) add_row(self, row, unit, ids);
+  return finish_answer(self, head, tail, unit, tokens, now_s);
 }
 
 void bind_answers(nb::module_& m) {
@@ -360,9 +392,12 @@ void bind_answers(nb::module_& m) {
              self.put(source, {name, std::string(opening.c_str(), opening.size()), dp_rank, block_size, state,
                                heard_at_s, 0});
            })
+      .def("hear", &AnswerBook::hear)
       .def("drop", &AnswerBook::drop)
       .def("render", &render_answer, "head"_a, "tail"_a, "answers"_a, "unit"_a, "tokens"_a, "now_s"_a,
-           "sources"_a.none());
+           "sources"_a.none())
+      .def("match", &answer_match, "index"_a, "context"_a, "asked"_a, "are_hashes"_a, "extra_keys"_a.none(),
+           "now"_a, "head"_a, "tail"_a, "unit"_a, "tokens"_a, "now_s"_a, "sources"_a.none());
 }
 
 // -- fuzzy

@@ -370,8 +370,9 @@ PlainStored: TypeAlias = tuple[
 
 def msgpack_events(
     data: Buffer, children_max: int
-) -> tuple[bytes, bytes | None, list[bytes | PlainRemoved | PlainStored]] | None:
-    """A batch in one pass: its time and rank, raw, and its events (native/event_payload.hpp).
+) -> tuple[bytes | float, bytes | int | None, list[bytes | PlainRemoved | PlainStored]] | None:
+    """A batch in one pass: its time and rank, raw where they are not the usual ones, and its events
+    (native/event_payload.hpp).
 
     A plain event is (start and end of its span, block hashes, medium, group) and, when blocks were stored, also
     (parent, token ids, block size, LoRA name, kind of its group, raw extra keys); any other is its span. None
@@ -379,8 +380,9 @@ def msgpack_events(
     """
 
 def request_head(data: bytes) -> tuple[str, bytes, list[tuple[bytes, bytes]], int, int] | None:
-    """The head of a plain POST request at the beginning of `data`: path, query string, headers (names in lower case),
-    bytes of the head, bytes of the body. None for any other, and for one that has not come whole."""
+    """The head of a plain POST request at the beginning of `data`: path, query string, the headers that an answer may
+    depend on (names in lower case), bytes of the head, bytes of the body. None for any other, and for one that has not
+    come whole."""
 
 def scan_json(data: Buffer) -> bytes | None:
     """`json_unsigned` for the usual texts, None for others (native/digit_scan.hpp)."""

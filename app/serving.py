@@ -24,7 +24,7 @@ from app.config import Settings
 from app.connections import BoundedProtocol, ConnectionLimits
 from app.errors import CannotListen
 from app.main import create_app
-from app.short_connections import ShortConnection
+from app.short_connections import Outbox, ShortConnection
 from app.tls import ServerTls, server_tls
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def run(settings: Settings) -> bool:
     protocol = (
         functools.partial(BoundedProtocol, limits)
         if app.short_cut is None
-        else functools.partial(ShortConnection, app.short_cut, limits)
+        else functools.partial(ShortConnection, app.short_cut, Outbox(), limits)
     )
     server = _Server(
         uvicorn.Config(

@@ -13,6 +13,8 @@ as much as finding its answer in the index.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -21,6 +23,8 @@ from starlette.types import ASGIApp
 from app import _native
 from app.connections import BoundedProtocol, ConnectionLimits, Doing
 
+ANSWERS_MAX = 16
+HELD_S = 0.0005  # looked at when another one comes
 HELD_BYTES_MAX = 1_048_576  # of a request that comes in pieces
 
 Request = TypeVar("Request")
@@ -36,17 +40,50 @@ class ShortCut(Protocol[Request]):
     ) -> Request | None: ...
 
     def take(
-        self, request: Request, body: bytes, *, opening: bytes, client: tuple[str, int] | None
-    ) -> bytes | ASGIApp | None: ...
+        self, request: Request, body: memoryview, *, opening: bytes, client: tuple[str, int] | None
+    ) -> tuple[bytes, bytes] | ASGIApp | None: ...
+
+
+class Outbox:
+    """Answers of all connections of a server that go out together.
+
+    Each write wakes up whoever waits for it, which costs the writer more than the write. So what one round of the loop
+    has answered is sent behind the round: the first write wakes a client, and the others find it awake. An answer
+    waits for ANSWERS_MAX others at the most, and beyond HELD_S for one.
+    """
+
+    def __init__(self) -> None:
+        self._answers: list[tuple[asyncio.Transport, tuple[bytes, bytes]]] = []
+        self._since_s = 0.0
+
+    def put(self, transport: asyncio.Transport, answer: tuple[bytes, bytes]) -> None:
+        now_s = time.perf_counter()
+        answers = self._answers
+        if not answers:
+            asyncio.get_running_loop().call_soon(self.flush)
+            self._since_s = now_s
+        answers.append((transport, answer))
+        if len(answers) >= ANSWERS_MAX or now_s - self._since_s > HELD_S:
+            self.flush()
+
+    def flush(self) -> None:
+        answers, self._answers = self._answers, []
+        for transport, answer in answers:
+            if not transport.is_closing():
+                transport.writelines(answer)
 
 
 class ShortConnection(BoundedProtocol):
-    """`short_cut` and `limits` come first, the rest is uvicorn's."""
+    """`short_cut`, `outbox` and `limits` come first, the rest is uvicorn's."""
 
-    def __init__(self, short_cut: ShortCut[Any], limits: ConnectionLimits, **options: Any) -> None:
+    def __init__(
+        self, short_cut: ShortCut[Any], outbox: Outbox, limits: ConnectionLimits, **options: Any
+    ) -> None:
         super().__init__(limits, **options)
         assert not self.root_path, "the short cut knows paths from the root"
         self._short_cut = short_cut
+        self._outbox = outbox
+        self._body_max = short_cut.body_bytes_max
         self._held_max = min(short_cut.body_bytes_max, HELD_BYTES_MAX)
         self._held: bytearray | None = None  # of a request whose body is not whole yet
         self._held_request: Any = None
@@ -73,8 +110,7 @@ class ShortConnection(BoundedProtocol):
                     return
                 if self._answers_at_once(request, data):
                     return
-        self._rests = False
-        super().data_received(data)
+        self._leave_to_uvicorn(data)
 
     def _is_free(self) -> bool:
         """No byte of a request is in uvicorn's parser, and an answer would go out at once."""
@@ -96,7 +132,8 @@ class ShortConnection(BoundedProtocol):
             return None
         path, query_string, headers, self._body_from, body_bytes = head
         self._whole_bytes = self._body_from + body_bytes
-        if len(data) > self._whole_bytes or (len(data) < self._whole_bytes and body_bytes > self._held_max):
+        behind = len(data) - self._whole_bytes
+        if behind > 0 or body_bytes > (self._body_max if behind == 0 else self._held_max):
             return None
         return self._short_cut.find(path, query_string, headers)
 
@@ -112,11 +149,11 @@ class ShortConnection(BoundedProtocol):
             lines = [b"%b: %b\r\n" % header for header in state.default_headers]
             self._opening = b"".join([b"HTTP/1.1 200 OK\r\n", *lines])
         answer = self._short_cut.take(
-            request, data[self._body_from :], opening=self._opening, client=self.client
+            request, memoryview(data)[self._body_from :], opening=self._opening, client=self.client
         )
-        if isinstance(answer, bytes):
+        if isinstance(answer, tuple):
             self._unset_keepalive_if_required()
-            self.transport.write(answer)
+            self._outbox.put(self.transport, answer)
             self._rests = True
             self._answers += 1
             self._loose_bytes = 0
@@ -126,17 +163,23 @@ class ShortConnection(BoundedProtocol):
             return False
         usual, self.app = self.app, answer
         try:
-            self._rests = False
-            super().data_received(data)
+            self._leave_to_uvicorn(data)  # which makes a task of it
         finally:
             self.app = usual
         return True
+
+    def _leave_to_uvicorn(self, data: bytes) -> None:
+        if self._rests:
+            self._outbox.flush()  # the answer before goes out before
+            self._rests = False
+        super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._hand_over()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
+        self._outbox.flush()
         self._hand_over()
         super().shutdown()
 
@@ -158,5 +201,6 @@ class ShortConnection(BoundedProtocol):
         return super()._waits_for()
 
     def _end(self, status: int, detail: str, bound: str) -> None:
+        self._outbox.flush()
         self._hand_over()
         super()._end(status, detail, bound)

@@ -20,7 +20,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -55,7 +54,7 @@ class AnswerBook {
     in_order_ = in_order_ && !is_new && known.name == said.name && known.dp_rank == said.dp_rank;
     said.place = known.place;
     known = std::move(said);
-    if (in_order_) lines_[known.place] = Line(known);
+    if (in_order_) lines_[known.place] = line_of(known);
   }
 
   // What changes with every batch. False when the source is not in the book.
@@ -90,45 +89,53 @@ class AnswerBook {
     return true;
   }
 
-  // The rows that were added since `begin`, best first, separated by commas: valid until the next call.
-  // `unit` is in tokens.
-  std::string_view render(uint64_t unit, uint64_t tokens, double now_s, Deepest& deepest) {
+  // `head`, the rows that were added since `begin`, best first and separated by commas, and `tail`, to the
+  // place that `room(bytes)` gives; `room` is told of more than is needed. Returns the bytes written. `unit`
+  // is in tokens.
+  template <typename Room>
+  size_t render(std::string_view head, std::string_view tail, uint64_t unit, uint64_t tokens, double now_s,
+                Room room, Deepest& deepest) {
     deepest = {};
-    if (rows_.empty()) return {};
     if (contexts_ > 1) merge();
     if (!deal(unit)) sort(unit);
-    size_t room = 0;
-    for (const uint32_t row : ranked_) room += lines_[rows_[row].place].opening.size() + kRowBytesMax;
-    make_room(room);
-    char* to = text_.get();
+    size_t most = head.size() + tail.size() + kRowBytesMax;
+    for (const Reach& row : rows_)
+      most += std::max<size_t>(lines_[row.place].said->opening.size(), Line::kInside) + kRowBytesMax;
+    char* const start = room(most);
+    char* to = put_text(start, head);
     const Reach* before = nullptr;
     std::string_view same;  // of the row before: everything between its opening and its age
     for (const uint32_t number : ranked_) {
       const Reach& row = rows_[number];
       const Line& line = lines_[row.place];
       if (before != nullptr) *to++ = ',';
-      to = put_text(to, line.opening.view());
-      if (before != nullptr && before->tokens == row.tokens && lines_[before->place].is_like(line)) {
+      to = put_opening(to, line);
+      const Line& above = lines_[before == nullptr ? row.place : before->place];
+      if (before != nullptr && are_same(before->tokens, row.tokens) && above.block_size == line.block_size &&
+          above.state == line.state) {
         to = put_text(to, same);
       } else {
-        char* const start = to;
+        char* const from = to;
         to = put_depths(to, row, line.block_size, unit, tokens);
-        to = put_text(put_text(put_text(to, ",\"state\":\""), line.state.view()), "\",\"last_event_age_s\":");
-        same = std::string_view(start, static_cast<size_t>(to - start));
+        to = put_text(put_text(put_text(to, ",\"state\":\""), states_[line.state]),
+                      "\",\"last_event_age_s\":");
+        same = std::string_view(from, static_cast<size_t>(to - from));
       }
       to = std::isnan(line.heard_at_s) ? put_text(to, "null") : put_age(to, now_s - line.heard_at_s);
       to = put_text(to, ",\"hints\":null}");
       before = &row;
     }
-    const Reach& best = rows_[ranked_[0]];
-    deepest = {best.tokens[kTiers - 1] / unit, best.tokens[kTiers - 1]};
-    return {text_.get(), static_cast<size_t>(to - text_.get())};
+    to = put_text(to, tail);
+    if (!rows_.empty()) {
+      const Reach& best = rows_[ranked_[0]];
+      deepest = {best.tokens[kTiers - 1] / unit, best.tokens[kTiers - 1]};
+    }
+    return static_cast<size_t>(to - start);
   }
 
  private:
   // Text of a row beside its opening: names 230 bytes, eight integers of 20, two reals of 24, a state.
   static constexpr size_t kRowBytesMax = 512;
-  static constexpr size_t kTextKept = size_t{1} << 20;  // a larger answer's room is given back behind it
   static constexpr size_t kGroupsMax = 16;
   static constexpr uint32_t kNowhere = UINT32_MAX;
 
@@ -140,43 +147,44 @@ class AnswerBook {
     Depths tokens;
   };
 
-  // A few bytes in place, more elsewhere: an answer reads the lines of all its sources, one after the other.
-  template <size_t kInside>
-  class Text {
-   public:
-    Text() = default;
-    explicit Text(const std::string& text) : size_(static_cast<uint32_t>(text.size())) {
-      if (size_ > kInside)
-        outside_ = text;
-      else
-        std::memcpy(inside_.data(), text.data(), size_);
-    }
-    size_t size() const { return size_; }
-    std::string_view view() const {
-      return size_ > kInside ? std::string_view(outside_) : std::string_view(inside_.data(), size_);
-    }
-    bool operator==(const Text& other) const { return view() == other.view(); }
-
-   private:
-    uint32_t size_ = 0;
-    std::array<char, kInside> inside_;
-    std::string outside_;
-  };
-
+  // What a row says of its source: an answer reads the lines of all its sources, one after the other, so a
+  // line is short. Longer openings are in `sources_`.
   struct Line {
-    double heard_at_s = 0;
-    uint32_t block_size = 0;
-    Text<12> state;
-    Text<52> opening;
+    static constexpr size_t kInside = 64;
 
-    Line() = default;
-    explicit Line(const AnswerSource& said)
-        : heard_at_s(said.heard_at_s),
-          block_size(said.block_size),
-          state(said.state),
-          opening(said.opening) {}
-    bool is_like(const Line& other) const { return block_size == other.block_size && state == other.state; }
+    double heard_at_s;
+    uint32_t block_size;
+    uint16_t state;  // in `states_`
+    uint16_t opening_bytes;
+    std::array<char, kInside> opening;
+    const AnswerSource* said;
   };
+
+  Line line_of(const AnswerSource& said) {
+    auto state = std::find(states_.begin(), states_.end(), said.state);
+    if (state == states_.end()) state = states_.insert(state, said.state);
+    Line line{said.heard_at_s,
+              said.block_size,
+              static_cast<uint16_t>(state - states_.begin()),
+              static_cast<uint16_t>(std::min<size_t>(said.opening.size(), UINT16_MAX)),
+              {},
+              &said};
+    std::memcpy(line.opening.data(), said.opening.data(), std::min(said.opening.size(), Line::kInside));
+    return line;
+  }
+
+  static char* put_opening(char* to, const Line& line) {
+    if (line.opening_bytes > Line::kInside) return put_text(to, line.said->opening);
+    std::memcpy(to, line.opening.data(), Line::kInside);  // all of it: what is too much is written over
+    return to + line.opening_bytes;
+  }
+
+  // A loop over so few is faster than a call of memcmp.
+  static bool are_same(const Depths& one, const Depths& other) {
+    uint64_t differ = 0;
+    for (size_t i = 0; i < one.size(); ++i) differ |= one[i] ^ other[i];
+    return differ == 0;
+  }
 
   // By name and rank, which settles ties: made anew when a source came or went, not for every answer.
   void order_sources() {
@@ -190,7 +198,7 @@ class AnswerBook {
     places_.assign(std::bit_ceil(2 * all.size() + 1), {0, kNowhere});
     for (const auto& [said, source] : all) {
       said->place = static_cast<uint32_t>(lines_.size());
-      lines_.emplace_back(*said);
+      lines_.push_back(line_of(*said));
       size_t at = source;
       while (places_[at & (places_.size() - 1)].second != kNowhere) ++at;
       places_[at & (places_.size() - 1)] = {source, said->place};
@@ -234,7 +242,7 @@ class AnswerBook {
     size_t groups = 0;
     for (Reach& row : rows_) {
       size_t group = 0;
-      while (group < groups && groups_[group].tokens != row.tokens) ++group;
+      while (group < groups && !are_same(groups_[group].tokens, row.tokens)) ++group;
       if (group == groups) {
         if (groups == kGroupsMax) return false;
         groups_[groups++] = {row.tokens, order_of(row.tokens, unit), 0};
@@ -287,12 +295,6 @@ class AnswerBook {
     });
   }
 
-  void make_room(size_t bytes) {
-    if (bytes <= text_bytes_ && text_bytes_ <= kTextKept) return;
-    text_bytes_ = bytes;
-    text_ = std::make_unique_for_overwrite<char[]>(bytes);
-  }
-
   static char* put_text(char* to, std::string_view text) {
     std::memcpy(to, text.data(), text.size());
     return to + text.size();
@@ -308,10 +310,10 @@ class AnswerBook {
     return put_text(end, ".0");
   }
 
-  // In milliseconds, which as digits cost an eighth of a real's.
+  // In whole milliseconds, which as digits cost an eighth of a real's.
   static char* put_age(char* to, double age_s) {
-    const double age_ms = std::floor(age_s * 1000 + 0.5);
-    if (!(age_ms >= 0 && age_ms < 1e15)) return put_real(to, age_ms / 1000);
+    const double age_ms = age_s * 1000 + 0.5;
+    if (!(age_ms >= 0 && age_ms < 1e15)) return put_real(to, std::floor(age_ms) / 1000);
     const auto whole = static_cast<uint64_t>(age_ms);
     to = put_number(to, whole / 1000);
     const auto part = static_cast<uint32_t>(whole % 1000);
@@ -348,7 +350,8 @@ class AnswerBook {
   };
 
   std::unordered_map<uint32_t, AnswerSource> sources_;
-  bool in_order_ = false;                              // what follows is of `sources_` as they are
+  bool in_order_ = false;  // what follows is of `sources_` as they are
+  std::vector<std::string> states_;
   std::vector<Line> lines_;                            // by place
   std::vector<std::pair<uint32_t, uint32_t>> places_;  // of sources, by the source's number
   std::vector<uint64_t> marked_;                       // a bit a place; all 0 between two answers
@@ -356,8 +359,6 @@ class AnswerBook {
   std::vector<Reach> rows_;
   std::vector<uint32_t> ranked_;  // rows, best first
   std::array<Group, kGroupsMax> groups_;
-  std::unique_ptr<char[]> text_;
-  size_t text_bytes_ = 0;
   size_t contexts_ = 0;
 };
 

@@ -8,6 +8,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <bit>
+#include <cmath>
 #include <cstring>
 #include <optional>
 #include <stdexcept>
@@ -327,18 +329,22 @@ void bind_flight(nb::module_& m) {
 
 // -- answers
 
+std::string_view text_of(const nb::bytes& buffer) { return {buffer.c_str(), buffer.size()}; }
+
 // Opens an answer with `head`, closes it with `tail`, and says how deep the best row is (blocks, tokens).
 nb::tuple finish_answer(AnswerBook& book, const nb::bytes& head, const nb::bytes& tail, uint32_t unit,
                         uint64_t tokens, double now_s) {
   AnswerBook::Deepest deepest;
-  const std::string_view rows = book.render(unit, tokens, now_s, deepest);
-  PyObject* const made =
-      PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(head.size() + rows.size() + tail.size()));
-  if (made == nullptr) throw nb::python_error();
-  char* to = PyBytes_AS_STRING(made);
-  std::memcpy(to, head.data(), head.size());
-  std::memcpy(to + head.size(), rows.data(), rows.size());
-  std::memcpy(to + head.size() + rows.size(), tail.data(), tail.size());
+  PyObject* made = nullptr;
+  const size_t bytes = book.render(
+      text_of(head), text_of(tail), unit, tokens, now_s,
+      [&](size_t most) {
+        made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(most));
+        if (made == nullptr) throw nb::python_error();
+        return PyBytes_AS_STRING(made);
+      },
+      deepest);
+  if (_PyBytes_Resize(&made, static_cast<Py_ssize_t>(bytes)) != 0) throw nb::python_error();
   return nb::make_tuple(nb::steal<nb::bytes>(made), deepest.blocks, deepest.tokens);
 }
 
@@ -715,6 +721,22 @@ nb::object plain_event(const wire::PlainEvent& event, EventBuffers& buffers, siz
                         std::move(buffers.tokens), event.block_size, lora, kind, extra);
 }
 
+// A finite float64 as such, any other span as it stands.
+nb::object time_value(wire::Span span) {
+  if (span.size() == 9 && span[0] == 0xcb) {
+    const double value = std::bit_cast<double>(wire::read_be(span.data() + 1, 8));
+    if (std::isfinite(value)) return nb::float_(value);
+  }
+  return as_bytes(span);
+}
+
+// None where there is none, a small number as such, any other span as it stands.
+nb::object rank_value(wire::Span span) {
+  if (span.empty() || span[0] == 0xc0) return nb::none();
+  if (span[0] < 0x80) return nb::int_(span[0]);
+  return as_bytes(span);
+}
+
 // (time, rank or None, events), each event plain or raw; None for a payload that event_payload.hpp refuses.
 nb::object msgpack_events(nb::handle data, size_t children_max) {
   const BufferView view(data);
@@ -741,23 +763,21 @@ nb::object msgpack_events(nb::handle data, size_t children_max) {
   }
   wire::Span rank;
   if (!wire::close_batch(batch, rank)) return nb::none();
-  return nb::make_tuple(as_bytes(batch.ts), rank.empty() ? nb::object(nb::none()) : as_bytes(rank), events);
+  return nb::make_tuple(time_value(batch.ts), rank_value(rank), events);
 }
 
 nb::object bytes_of_text(std::string_view text) { return nb::bytes(text.data(), text.size()); }
 
-// (path, query string, headers with names in lower case, bytes of the head, bytes of the body); None for what
+// (path, query string, headers that are asked for, bytes of the head, bytes of the body); None for what
 // request_head.hpp refuses.
 nb::object request_head(const nb::bytes& data) {
   wire::RequestHead head;
   if (!wire::read_request_head({data_of(data), data.size()}, head)) return nb::none();
   nb::list headers;
-  std::string name;
   for (size_t i = 0; i < head.line_count; ++i) {
-    name = head.lines[i].name;
-    for (char& letter : name)
-      letter = letter >= 'A' && letter <= 'Z' ? static_cast<char>(letter + 32) : letter;
-    headers.append(nb::make_tuple(bytes_of_text(name), bytes_of_text(head.lines[i].value)));
+    const std::string_view name = wire::asked_name(head.lines[i].name);
+    if (!name.empty())
+      headers.append(nb::make_tuple(bytes_of_text(name), bytes_of_text(head.lines[i].value)));
   }
   return nb::make_tuple(nb::str(head.path.data(), head.path.size()), bytes_of_text(head.query), headers,
                         head.bytes, head.body_bytes);

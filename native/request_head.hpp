@@ -69,6 +69,17 @@ inline bool is_unusual(std::string_view name) {
                      [&](std::string_view unusual) { return same_but_case(name, unusual); });
 }
 
+// What an answer may depend on beside path and body.
+inline constexpr std::array<std::string_view, 6> kAskedNames{
+    "content-type", "content-encoding", "accept", "authorization", "x-request-id", "traceparent"};
+
+// The name in lower case, empty for one that is not asked for.
+inline std::string_view asked_name(std::string_view name) {
+  const auto found = std::find_if(kAskedNames.begin(), kAskedNames.end(),
+                                  [&](std::string_view asked) { return same_but_case(name, asked); });
+  return found == kAskedNames.end() ? std::string_view() : *found;
+}
+
 inline bool read_length(std::string_view digits, size_t& length) {
   if (digits.empty() || digits.size() > 15) return false;
   length = 0;

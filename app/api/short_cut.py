@@ -13,8 +13,8 @@ back untouched, and refused by the layer itself; tests/test_short_connections.py
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
+import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.access import MAY_WRITE, Access, Admission
@@ -26,8 +26,8 @@ from app.start import Start
 Headers = Sequence[tuple[bytes, bytes]]
 
 
-class HotRequest(NamedTuple):
-    """A POST whose head is understood."""
+class HotRequest(msgspec.Struct, frozen=True):
+    """A POST whose head is understood. `headers` are those of it that an answer may depend on."""
 
     path: str
     query_string: bytes
@@ -72,10 +72,10 @@ class ShortCut:
         return HotRequest(path, query_string, headers, way, notation, admission)
 
     def take(
-        self, request: HotRequest, body: bytes, *, opening: bytes, client: tuple[str, int] | None
-    ) -> bytes | ASGIApp | None:
-        """The whole answer, which begins with `opening`; or whoever goes on with the request, which counts as let
-        through; or None, and nothing was done."""
+        self, request: HotRequest, body: memoryview, *, opening: bytes, client: tuple[str, int] | None
+    ) -> tuple[bytes, bytes] | ASGIApp | None:
+        """Head and content of the answer, which begins with `opening`; or whoever goes on with the request, which counts
+        as let through; or None, and nothing was done."""
         admission = request.admission
         if admission is not None and not admission.bucket.is_endless and admission.bucket.take(self._clock()):
             return None
@@ -90,12 +90,12 @@ class ShortCut:
         if not isinstance(content, bytes):
             return self._going_on(content, correlation, started_s, admission)
         observation.note("POST", request.path, client, request.way.route.path_format, 200, started_s)
-        return b"%bcontent-length: %d\r\ncontent-type: application/json\r\nx-request-id: %b\r\n\r\n%b" % (
+        head = b"%bcontent-length: %d\r\ncontent-type: application/json\r\nx-request-id: %b\r\n\r\n" % (
             opening,
             len(content),
             correlation.request_id.encode("ascii"),
-            content,
         )
+        return head, content
 
     def _going_on(
         self, app: ASGIApp, correlation: Correlation, started_s: float, admission: Admission | None

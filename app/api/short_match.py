@@ -51,7 +51,7 @@ _decoder = msgspec.json.Decoder(_Match)
 _QUERY_KNOWN = {"model", "lora", "cache_salt", "block_size", "pods", "hashes", "include_hashes"}
 
 
-def answer(wiring: Wiring, notation: str, query_string: bytes, body: bytes) -> bytes | None:
+def answer(wiring: Wiring, notation: str, query_string: bytes, body: bytes | memoryview) -> bytes | None:
     """None: for the long way."""
     tokens_max = wiring.settings.tokens_max
     if notation == bodies.JSON and not query_string:
@@ -69,7 +69,7 @@ def answer(wiring: Wiring, notation: str, query_string: bytes, body: bytes) -> b
     return result.body
 
 
-def _json_query(body: bytes, tokens_max: int) -> MatchQuery | None:
+def _json_query(body: bytes | memoryview, tokens_max: int) -> MatchQuery | None:
     cut = _native.json_cut(body, tokens_max, 2)
     if cut is None:
         return None
@@ -115,7 +115,7 @@ def _plain(name: str | None) -> bool:
     return name is None or name.isprintable()
 
 
-def _octets_query(query_string: bytes, body: bytes, tokens_max: int) -> MatchQuery | None:
+def _octets_query(query_string: bytes, body: bytes | memoryview, tokens_max: int) -> MatchQuery | None:
     if len(query_string) > QUERY_BYTES_MAX:
         return None
     known = _query_fields(query_string)
@@ -128,8 +128,8 @@ def _octets_query(query_string: bytes, body: bytes, tokens_max: int) -> MatchQue
     return MatchQuery(
         model=fields.model,
         lora=fields.lora or None,
-        token_ids=None if fields.hashes else body,
-        prefix_hashes=body if fields.hashes else None,
+        token_ids=None if fields.hashes else bytes(body),
+        prefix_hashes=bytes(body) if fields.hashes else None,
         extra_keys=extra_keys,
         block_size=fields.block_size,
         pods=pods,

@@ -36,7 +36,7 @@ _NOTATIONS = {
 _WATCHED = frozenset({b"content-type", b"accept", b"content-encoding", b"content-length"})
 
 Answer = Callable[
-    [Wiring, str, bytes, bytes], bytes | Awaitable[bytes] | None
+    [Wiring, str, bytes, bytes | memoryview], bytes | Awaitable[bytes] | None
 ]  # notation, query string, body
 
 
@@ -82,7 +82,9 @@ class ShortWay:
         else:
             await (content or self._app)(scope, _again(messages, receive), send)
 
-    def answer(self, way: Way, notation: str, query_string: bytes, body: bytes) -> bytes | ASGIApp:
+    def answer(
+        self, way: Way, notation: str, query_string: bytes, body: bytes | memoryview
+    ) -> bytes | ASGIApp:
         """The content of the answer, or whoever must go on with the request: what was done is done."""
         try:
             content = way.answer(self._wiring, notation, query_string, body)

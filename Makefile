@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := $(wildcard native/*.hpp native/*.cpp) CMakeLists.txt
 NATIVE_TESTS := tests/index tests/fuzzy tests/api/test_fuzzy.py tests/test_service.py tests/test_json_cut.py tests/api/test_short_way.py \
-  tests/test_wire.py tests/ingest/test_wire_payload.py
+  tests/test_wire.py tests/test_request_head.py tests/ingest/test_wire_payload.py
 CPP_FILES := $(wildcard native/*.hpp native/*.cpp)
 
 .PHONY: demo serve test sanitize check bench soak audit sbom fmt clean

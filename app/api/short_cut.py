@@ -85,11 +85,11 @@ class ShortCut:
         token = CURRENT.set(correlation)
         try:
             content = self._short_way.answer(request.way, request.notation, request.query_string, body)
+            if not isinstance(content, bytes):
+                return self._going_on(content, correlation, started_s, admission)
+            observation.note("POST", request.path, client, request.way.route.path_format, 200, started_s)
         finally:
             CURRENT.reset(token)
-        if not isinstance(content, bytes):
-            return self._going_on(content, correlation, started_s, admission)
-        observation.note("POST", request.path, client, request.way.route.path_format, 200, started_s)
         head = b"%bcontent-length: %d\r\ncontent-type: application/json\r\nx-request-id: %b\r\n\r\n" % (
             opening,
             len(content),

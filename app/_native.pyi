@@ -209,6 +209,9 @@ class AnswerBook:
     ) -> None:
         """`opening` is the row's JSON up to its first figure; `block_size` 0 and `heard_at_s` NaN are none."""
 
+    def hear(self, source: int, heard_at_s: float) -> bool:
+        """What changes with every batch; False for a source that is not in the book."""
+
     def drop(self, source: int) -> None: ...
     def render(
         self,
@@ -224,6 +227,23 @@ class AnswerBook:
 
         `answers` are (block size, packed rows) of each context, `sources` those that may be shown.
         """
+
+    def match(
+        self,
+        index: PrefixIndex,
+        context: int,
+        asked: bytes,
+        are_hashes: bool,
+        extra_keys: tuple[bytes, ...] | None,
+        now: int,
+        head: bytes,
+        tail: bytes,
+        unit: int,
+        tokens: int,
+        now_s: float,
+        sources: set[int] | None,
+    ) -> tuple[bytes, int, int]:
+        """The same for a query of one context, whose block size is `unit`; `asked` are its token ids or hashes."""
 
 # -- fuzzy (native/fuzzy_index.hpp)
 
@@ -360,13 +380,19 @@ PlainStored: TypeAlias = tuple[
 
 def msgpack_events(
     data: Buffer, children_max: int
-) -> tuple[bytes, bytes | None, list[bytes | PlainRemoved | PlainStored]] | None:
-    """A batch in one pass: its time and rank, raw, and its events (native/event_payload.hpp).
+) -> tuple[bytes | float, bytes | int | None, list[bytes | PlainRemoved | PlainStored]] | None:
+    """A batch in one pass: its time and rank, raw where they are not the usual ones, and its events
+    (native/event_payload.hpp).
 
     A plain event is (start and end of its span, block hashes, medium, group) and, when blocks were stored, also
     (parent, token ids, block size, LoRA name, kind of its group, raw extra keys); any other is its span. None
     for a payload that is no array of a time, events and perhaps a rank, or that ends too early or too late.
     """
+
+def request_head(data: bytes) -> tuple[str, bytes, list[tuple[bytes, bytes]], int, int] | None:
+    """The head of a plain POST request at the beginning of `data`: path, query string, the headers that an answer may
+    depend on (names in lower case), bytes of the head, bytes of the body. None for any other, and for one that has not
+    come whole."""
 
 def scan_json(data: Buffer) -> bytes | None:
     """`json_unsigned` for the usual texts, None for others (native/digit_scan.hpp)."""

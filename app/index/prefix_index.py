@@ -499,6 +499,28 @@ class PrefixIndex:
             raise InvalidInput("prefix hashes must be 8 bytes each", field="prefix_hashes")
         return self._core.match_hashes(context, prefix_hashes, now)
 
+    def answer(
+        self,
+        book: _native.AnswerBook,
+        context: int,
+        asked: bytes,
+        *,
+        are_hashes: bool,
+        extra_keys: tuple[bytes, ...] | None,
+        now: int,
+        frame: tuple[bytes, bytes],
+        unit: int,
+        tokens: int,
+        now_s: float,
+        sources: set[int] | None,
+    ) -> tuple[bytes, int, int]:
+        """A match of whole token ids or prefix hashes as the book writes it, between the two texts of `frame`."""
+        self._require_context(context)
+        head, tail = frame
+        return book.match(
+            self._core, context, asked, are_hashes, extra_keys, now, head, tail, unit, tokens, now_s, sources
+        )
+
     def prefix_hashes(
         self,
         model: str,

@@ -156,17 +156,24 @@ def main() -> None:
     print_line("store 256 new blocks", time_calls(work.store_event, fresh))
     again = [(work.sources[1], hashes, tokens) for _, hashes, tokens in fresh]
     print_line("store 256 blocks that another pod has", time_calls(work.store_event, again))
+    seeded = [
+        (work.sources[2], work.engine_hashes(work.chains + n, seed=1), tokens)
+        for n, (_, _, tokens) in enumerate(fresh)
+    ]
+    print_line("  the same, engine hashes of its own", time_calls(work.store_event, seeded))
     rows = core.match_tokens(context, fresh[0][2], None, 2)
-    assert {row[:2] for row in ROW.iter_unpack(rows)} == {(s, CHAIN_BLOCKS) for s in work.sources[:2]}
-    removals = [hashes for _, hashes, _ in fresh]
-    source = work.sources[0]
-    removed = index.remove(source, tier=0, group=0, engine_hashes=removals[0], now=3)
-    assert removed.removed_blocks == CHAIN_BLOCKS, removed
-    print_line(
-        "remove 256 blocks",
-        time_calls(lambda h: index.remove(source, tier=0, group=0, engine_hashes=h, now=3), removals[1:]),
-    )
+    assert {row[:2] for row in ROW.iter_unpack(rows)} == {(s, CHAIN_BLOCKS) for s in work.sources[:3]}
 
+    def remove(event: tuple[int, bytes, bytes]) -> None:
+        removed = index.remove(event[0], tier=0, group=0, engine_hashes=event[1], now=3)
+        assert removed.removed_blocks == CHAIN_BLOCKS, removed
+
+    print_line("remove 256 blocks that others have", time_calls(remove, fresh))
+    print_line("  the same, engine hashes of its own", time_calls(remove, seeded))
+    print_line("remove 256 blocks that nobody else has", time_calls(remove, again))
+    assert core.match_tokens(context, fresh[0][2], None, 3) == b"", "all that was new is gone"
+
+    source = work.sources[0]
     held = index.blocks_by_tier(source)[0]
     print_line(f"clear a pod of {held} blocks", time_calls(index.clear, [source]))
     assert index.blocks_by_tier(source)[0] == 0

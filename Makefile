@@ -1,56 +1,71 @@
-# Every target sets up what it needs in .venv and is cheap to repeat.
+# Every target sets up what it needs in .venv and is cheap to repeat: what runs the indexer for `demo` and `serve`, what tests
+# and checks it on top of that for the others.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV := $(VENV)/.tested-with
 NATIVE := $(wildcard native/*.hpp native/*.cpp) CMakeLists.txt
 NATIVE_TESTS := tests/index tests/fuzzy tests/api/test_fuzzy.py tests/test_service.py tests/test_json_cut.py tests/api/test_short_way.py \
-  tests/test_wire.py tests/ingest/test_wire_payload.py
+  tests/test_wire.py tests/test_request_head.py tests/ingest/test_wire_payload.py
 CPP_FILES := $(wildcard native/*.hpp native/*.cpp)
+INSTALL := $(BIN)/python -m pip install --quiet
+# Tests start hundreds of processes: without byte code each of them would compile the whole package once more.
+unexport PYTHONDONTWRITEBYTECODE
+# Tests wait for processes and sockets a third of their time: three workers keep two cores busy. A test file stays whole.
+WORKERS ?= 3
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: demo serve test sanitize check bench soak audit sbom fmt clean
+.PHONY: demo serve test suite sanitize check bench soak audit sbom fmt clean
 
-$(VENV)/.dependencies: pyproject.toml
+$(VENV)/.built-with: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --group dev
+	$(INSTALL) --upgrade "pip>=25.1"
+	$(INSTALL) --group build
 	@touch $@
 
-$(STAMP): $(VENV)/.dependencies $(NATIVE)
-	$(BIN)/python -m pip install --quiet --no-build-isolation --editable .
+$(STAMP): $(VENV)/.built-with $(NATIVE)
+	$(INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+$(DEV): pyproject.toml | $(STAMP)
+	$(INSTALL) --group dev
+	$(BIN)/python -m pip check
 	@touch $@
 
 # First the answers checked against what real engines reused, then a minute of simulated pods and traffic.
-demo: $(STAMP)
+demo: $(STAMP) $(if $(PICTURE),$(DEV))
 	$(BIN)/kvindexer replay tests/data/captures/v0.32.0-workload
 	$(BIN)/kvindexer demo --seconds $(or $(SECONDS),60) $(if $(PICTURE),--picture $(PICTURE))
 
 serve: $(STAMP)
 	$(BIN)/kvindexer serve
 
-test: $(STAMP) sanitize
-	$(BIN)/python -m pytest
+test: sanitize suite
+
+suite: $(STAMP) $(DEV)
+	$(PYTEST)
 
 # The native core and all that calls it directly, under the address and undefined-behaviour sanitizers.
 SANITIZED := build/sanitize
 SANITIZERS = LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-  ASAN_OPTIONS=detect_leaks=0 KVINDEXER_TEST_CORE="$$(ls $(SANITIZED)/_native.*.so)"
-sanitize: $(STAMP)
+  ASAN_OPTIONS=detect_leaks=0 TEST_CORE="$$(ls $(SANITIZED)/_native.*.so)"
+sanitize: $(STAMP) $(DEV)
 	@$(BIN)/cmake -G Ninja -S . -B $(SANITIZED) -DKVINDEXER_SANITIZE=ON -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python >/dev/null
 	@$(BIN)/cmake --build $(SANITIZED) >/dev/null
-	$(SANITIZERS) $(BIN)/python -m pytest -q $(NATIVE_TESTS)
-	$(SANITIZERS) PYTHONMALLOC=malloc RAW_BYTES_EXAMPLES=500 $(BIN)/python -m pytest -q tests/test_raw_bytes.py
+	$(SANITIZERS) $(PYTEST) -q $(NATIVE_TESTS)
+	$(SANITIZERS) PYTHONMALLOC=malloc RAW_BYTES_EXAMPLES=250 $(PYTEST) -q --dist load tests/test_raw_bytes.py
 
-bench: $(STAMP)
+bench: $(STAMP) $(DEV)
 	$(BIN)/python -m benchmarks.prefix_index
 	$(BIN)/python -m benchmarks.http
 
 # Load, faults and strangers at once, for so many SECONDS; docs/reliability.md says what is a violation.
-soak: $(STAMP)
+soak: $(STAMP) $(DEV)
 	$(BIN)/python -m benchmarks.soak --seconds $(or $(SECONDS),300) --json build/soak.json
 
-check: $(STAMP)
+check: $(STAMP) $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -70,12 +85,12 @@ audit:
 
 # What the image is built with, as CycloneDX JSON. Nothing is asked of anybody.
 SBOM := build/kvindexer.cdx.json
-sbom: $(STAMP)
+sbom: $(STAMP) $(DEV)
 	@mkdir -p $(dir $(SBOM))
 	$(BIN)/cyclonedx-py requirements deploy/constraints.txt --pyproject pyproject.toml --output-reproducible \
 	  --validate --output-format JSON --output-file $(SBOM)
 
-fmt: $(STAMP)
+fmt: $(STAMP) $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_FILES)

@@ -10,7 +10,9 @@ def prefix_hashes(
 ) -> bytes: ...
 
 class SlotMap:
-    """Contexts and slots of a snapshot -> those of the index that reads it."""
+    """Contexts, slots and owners of a snapshot -> those of the index that reads it."""
+
+    def import_owner(self, saved: int, owner: int) -> None: ...
 
 class PrefixIndex:
     def __init__(
@@ -59,6 +61,9 @@ class PrefixIndex:
     def holdings(self, context: int, prefix_hashes: bytes, now: int) -> bytes:
         """Rows of uint32 place, source, owner."""
 
+    def owners_at(
+        self, context: int, source: int, tier: int, group: int, prefix_hashes: bytes
+    ) -> list[tuple[int, int]]: ...
     def store_prefixes(
         self,
         source: int,
@@ -123,6 +128,7 @@ class PrefixIndex:
         """A frame; how many keys that changed are left."""
 
     def export_contents(self, rows_max: int) -> tuple[bytes, bool]: ...
+    def export_claims(self, claims_max: int) -> tuple[bytes, bool]: ...
     def has_whole_contents(self) -> bool: ...
     def export_end(self) -> None: ...
     def import_slot(
@@ -135,7 +141,8 @@ class PrefixIndex:
         tier: int,
         group: int,
     ) -> None: ...
-    def import_expect(self, other_names: int) -> None:
+    def import_expect(self, context: int, entries: int) -> None: ...
+    def import_expect_names(self, entries: int, other_names: int) -> None:
         """What is about to come, before anything is held: roughly."""
 
     def import_settle(self, rows_max: int) -> bool:
@@ -202,6 +209,9 @@ class AnswerBook:
     ) -> None:
         """`opening` is the row's JSON up to its first figure; `block_size` 0 and `heard_at_s` NaN are none."""
 
+    def hear(self, source: int, heard_at_s: float) -> bool:
+        """What changes with every batch; False for a source that is not in the book."""
+
     def drop(self, source: int) -> None: ...
     def render(
         self,
@@ -217,6 +227,23 @@ class AnswerBook:
 
         `answers` are (block size, packed rows) of each context, `sources` those that may be shown.
         """
+
+    def match(
+        self,
+        index: PrefixIndex,
+        context: int,
+        asked: bytes,
+        are_hashes: bool,
+        extra_keys: tuple[bytes, ...] | None,
+        now: int,
+        head: bytes,
+        tail: bytes,
+        unit: int,
+        tokens: int,
+        now_s: float,
+        sources: set[int] | None,
+    ) -> tuple[bytes, int, int]:
+        """The same for a query of one context, whose block size is `unit`; `asked` are its token ids or hashes."""
 
 # -- fuzzy (native/fuzzy_index.hpp)
 
@@ -251,19 +278,22 @@ class FuzzyIndex:
 
     def add_context(self, context: int, block_size: int) -> None: ...
     def drop_context(self, context: int) -> None: ...
-    def insert(self, context: int, prefix_hashes: bytes, token_ids: bytes) -> int: ...
+    def insert(self, context: int, prefix_hashes: bytes, token_ids: bytes) -> None: ...
     def remove(self, context: int, prefix_hashes: bytes) -> None: ...
     def prefixes(self, context: int) -> bytes: ...
     def exact(
         self, context: int, token_ids: bytes, matches_max: int, window: int, windows_max: int
     ) -> tuple[bytes, int]:
-        """Of the windows from `window` on, at most so many of them and about as many matches; and the next window."""
+        """Of the windows from `window` on, at most so many of them and about as many matches; and the next window.
+
+        Window 0 comes behind all slices of putting the context's backlog in the tables.
+        """
 
     @staticmethod
     def select(weights: bytes, block_size: int) -> bytes:
         """uint32 offsets of windows that do not overlap, with the largest sum of uint32 weights (0: never)."""
 
-    def statistics(self) -> tuple[int, int, int, int, int, int, int]: ...
+    def statistics(self) -> tuple[int, int, int, int, int, int, int, int, int]: ...
 
 class NearQuery:
     def __init__(
@@ -350,13 +380,19 @@ PlainStored: TypeAlias = tuple[
 
 def msgpack_events(
     data: Buffer, children_max: int
-) -> tuple[bytes, bytes | None, list[bytes | PlainRemoved | PlainStored]] | None:
-    """A batch in one pass: its time and rank, raw, and its events (native/event_payload.hpp).
+) -> tuple[bytes | float, bytes | int | None, list[bytes | PlainRemoved | PlainStored]] | None:
+    """A batch in one pass: its time and rank, raw where they are not the usual ones, and its events
+    (native/event_payload.hpp).
 
     A plain event is (start and end of its span, block hashes, medium, group) and, when blocks were stored, also
     (parent, token ids, block size, LoRA name, kind of its group, raw extra keys); any other is its span. None
     for a payload that is no array of a time, events and perhaps a rank, or that ends too early or too late.
     """
+
+def request_head(data: bytes) -> tuple[str, bytes, list[tuple[bytes, bytes]], int, int] | None:
+    """The head of a plain POST request at the beginning of `data`: path, query string, the headers that an answer may
+    depend on (names in lower case), bytes of the head, bytes of the body. None for any other, and for one that has not
+    come whole."""
 
 def scan_json(data: Buffer) -> bytes | None:
     """`json_unsigned` for the usual texts, None for others (native/digit_scan.hpp)."""

@@ -14,6 +14,7 @@ and completeness the caller vouches for: what it cannot use it counts.
 
 from __future__ import annotations
 
+import array
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -36,7 +37,7 @@ from app.events import (
 from app.hints import HintBook, Holder, read_hints
 from app.index.interface import Index
 from app.live import LiveFeed
-from app.owners import Owners
+from app.owners import Owners, read_owners
 from app.pods import PodSpec, Source
 from app.registry import Registry
 
@@ -74,7 +75,8 @@ def sift(batch: EventBatch, block_size: int | None, chunk_sizes: Mapping[Tier, i
     stores = [event for event in batch.events if _tells_size(event)]
     if block_size is None:
         block_size = next((event.block_size for event in stores if event.tier is Tier.GPU), None)
-    if all(event.tier is Tier.GPU and event.block_size == block_size for event in stores):
+    # No generator: nearly every batch ends here.
+    if not [event for event in stores if event.tier is not Tier.GPU or event.block_size != block_size]:
         return Sifted(batch.events, batch.rejected, batch.ignored, block_size, chunk_sizes)
     chunk_sizes = dict(chunk_sizes)
     for stored in stores:
@@ -245,7 +247,8 @@ class Batches:
         self, source: Source, sifted: Sifted, seq: int | None, lora: str | None, owner: int = 0
     ) -> BatchResult:
         self._registry.welcome_back(source)
-        source.block_size = sifted.block_size
+        if source.block_size != sifted.block_size:
+            self._registry.set_block_size(source, sifted.block_size)
         if sifted.chunk_sizes is not source.chunk_sizes:
             self._learn_chunk_sizes(source, sifted.chunk_sizes)
         tally = self._apply_events(source, sifted.events, lora, owner)
@@ -320,7 +323,7 @@ class Batches:
     def _store(
         self, source: Source, event: BlockStored, tally: _Tally, *, model: str, lora: str | None, now: int
     ) -> None:
-        holder = self._before_store(source, event, now)
+        self._before_store(source, event, now)
         if event.token_ids:
             context = self._index.context(model, lora, event.block_size, now)
             result = self._index.store(
@@ -336,7 +339,7 @@ class Batches:
                 count_copies=self._settings.count_copies,
                 owner=tally.owner,
             )
-            self._keep_hint(holder, context, event, now)
+            self._keep_hint(source, context, event, now)
         else:
             result = self._index.place(
                 source.index_id,
@@ -354,22 +357,20 @@ class Batches:
 
     def _before_store(
         self, source: Source, event: BlockStored | BlocksHashed | PrefixesStored, now: int
-    ) -> Holder:
-        holder = Holder(source.index_id, event.tier, event.group)
+    ) -> None:
         if not self._hints.is_empty:
-            self._hints.before_store(holder, event.block_hashes, now)
-        return holder
+            self._hints.before_store(_holder(source, event), event.block_hashes, now)
 
-    def _keep_hint(self, holder: Holder, context: int, event: BlockStored | BlocksHashed, now: int) -> None:
+    def _keep_hint(self, source: Source, context: int, event: BlockStored | BlocksHashed, now: int) -> None:
         if event.metadata is not None and self._hints.is_on:
             last = int.from_bytes(event.block_hashes[-8:], "little")
-            self._hints.put(holder, context, last, event.metadata, now)
+            self._hints.put(_holder(source, event), context, last, event.metadata, now)
 
     def _store_hashed(
         self, source: Source, event: BlocksHashed, tally: _Tally, *, model: str, now: int
     ) -> None:
         context = self._index.context(model, event.lora, event.block_size, now)
-        holder = self._before_store(source, event, now)
+        self._before_store(source, event, now)
         result = self._index.store_hashed(
             source.index_id,
             context,
@@ -383,7 +384,7 @@ class Batches:
             count_copies=self._settings.count_copies,
             owner=tally.owner,
         )
-        self._keep_hint(holder, context, event, now)
+        self._keep_hint(source, context, event, now)
         source.offloads |= event.tier is not Tier.GPU
         tally.stored_blocks += result.stored_blocks
 
@@ -391,7 +392,7 @@ class Batches:
         self, source: Source, event: PrefixesStored, tally: _Tally, *, model: str, now: int
     ) -> None:
         counted = self._settings.count_copies
-        holder = self._before_store(source, event, now)
+        self._before_store(source, event, now)
         context = self._index.context(model, event.lora, event.block_size, now)
         result = self._index.store_prefixes(
             source.index_id,
@@ -406,10 +407,40 @@ class Batches:
             owner=tally.owner,
         )
         if event.hints is not None and self._hints.is_on:
+            holder = _holder(source, event)
             for block, metadata in read_hints(event.hints):
                 self._hints.put(holder, context, block, metadata, now)
+        if event.owners is not None and self._settings.fuzzy:
+            self._claim_prefixes(source, event, context, now)
         source.offloads |= event.tier is not Tier.GPU
         tally.stored_blocks += result.stored_blocks
+
+    def _claim_prefixes(self, source: Source, event: PrefixesStored, context: int, now: int) -> None:
+        """Whom a dump says the blocks are for: stored once more for each owner, which changes nothing else."""
+        names = array.array("Q", event.block_hashes)
+        prefixes = array.array("Q", event.prefix_hashes)
+        copies = None if event.copies is None else array.array("Q", event.copies)
+        for owner, blocks in read_owners(event.owners or b""):
+            places = [place for place, name in enumerate(names) if name in blocks]
+            if not places:
+                continue
+            if not self._owners.has_room_for(owner):
+                self._owners.refused += 1
+                continue
+            self._index.store_prefixes(
+                source.index_id,
+                context,
+                tier=event.tier,
+                group=event.group,
+                engine_hashes=array.array("Q", [names[place] for place in places]).tobytes(),
+                prefix_hashes=array.array("Q", [prefixes[place] for place in places]).tobytes(),
+                copies=None
+                if copies is None or not self._settings.count_copies
+                else array.array("Q", [copies[place] for place in places]).tobytes(),
+                now=now,
+                count_copies=self._settings.count_copies,
+                owner=self._owners.number(owner),
+            )
 
     def _remove(self, source: Source, event: BlockRemoved, tally: _Tally, *, now: int) -> None:
         result = self._index.remove(
@@ -433,6 +464,10 @@ class Batches:
         self.rejected.update(event.reason for event in rejected)
         if source is not None:
             source.rejected += len(rejected)
+
+
+def _holder(source: Source, event: BlockStored | BlocksHashed | PrefixesStored) -> Holder:
+    return Holder(source.index_id, event.tier, event.group)
 
 
 def _restarted(source: Source, seq: int | None, digest: int | None) -> bool:

@@ -35,6 +35,7 @@ class Doing(enum.Enum):
     HEAD = "head"
     BODY = "body"
     SEND = "send"
+    REST = "rest"  # begin another request, where no timer of uvicorn's watches over it
 
 
 class ConnectionLimits:
@@ -47,8 +48,10 @@ class ConnectionLimits:
             Doing.HEAD: settings.head_timeout_s,
             Doing.BODY: settings.body_timeout_s,
             Doing.SEND: settings.send_timeout_s,
+            Doing.REST: settings.keep_alive_s,
         }
-        self._counts = {"heads_too_long": 0, **{f"{doing.value}_timeouts": 0 for doing in Doing}}
+        counted = [doing for doing in Doing if doing is not Doing.REST]
+        self._counts = {"heads_too_long": 0, **{f"{doing.value}_timeouts": 0 for doing in counted}}
 
     def counters(self) -> Mapping[str, int]:
         return self._counts
@@ -99,6 +102,9 @@ class BoundedProtocol(OneWriteProtocol):
         if doing is not self._doing or request is not self._request or progress != self._progress:
             self._doing, self._request, self._progress, self._since_s = doing, request, progress, now_s
         elif doing is not None and now_s - self._since_s > (bound_s := self._limits.timeouts_s[doing]):
+            if doing is Doing.REST:
+                self.transport.close()
+                return
             self._limits.count(f"{doing.value}_timeouts")
             if doing is Doing.SEND:
                 self.transport.abort()  # nobody reads, so a close would wait for ever
@@ -111,6 +117,10 @@ class BoundedProtocol(OneWriteProtocol):
         """What is waited for, of which request, and how far it is where that can be said."""
         if self.transport.is_closing() or self.flow.write_paused:
             return Doing.SEND, None, (self._pauses, self.transport.get_write_buffer_size())
+        return self._waits_for()
+
+    def _waits_for(self) -> tuple[Doing | None, object, tuple[int, int]]:
+        """The same of a connection that can be written to."""
         if self._is_in_head():
             return Doing.HEAD, self.scope, (0, 0)
         cycle = self.cycle

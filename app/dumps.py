@@ -26,6 +26,7 @@ from app.events import Tier
 from app.hints import HintBook, Holder
 from app.index.interface import Index
 from app.index.prefix_index import ContextInfo, NameRun
+from app.owners import Owners
 from app.pods import Source
 from app.registry import Registry
 
@@ -39,13 +40,21 @@ class Dumps:
     """Part of the service. `now` gives the index's ticks; `refused` counts dumps that found no room."""
 
     def __init__(
-        self, index: Index, registry: Registry, hints: HintBook, *, now: Callable[[], int], dumps_max: int
+        self,
+        index: Index,
+        registry: Registry,
+        hints: HintBook,
+        owners: Owners,
+        *,
+        now: Callable[[], int],
+        dumps_max: int,
     ) -> None:
         self.running = 0
         self.refused = 0
         self._index = index
         self._registry = registry
         self._hints = hints
+        self._owners = owners
         self._now = now
         self._dumps_max = dumps_max
 
@@ -121,6 +130,8 @@ class Dumps:
             event["hints"] = [
                 {"block": block, "metadata": msgspec.Raw(text)} for block, text in hints.items()
             ]
+        if owners := self._owners.of_blocks(run, names):
+            event["owners"] = owners
         return event
 
     def _line(self, source: Source, **fields: Any) -> bytes:

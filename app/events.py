@@ -89,6 +89,7 @@ class PrefixesStored(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     tier: Tier = Tier.GPU
     group: int = 0
     hints: bytes | None = None  # a list in either notation as it came: app/hints.py
+    owners: bytes | None = None  # likewise: app/owners.py
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=3):

@@ -18,13 +18,17 @@ Refused, and counted: metadata that is no object, or longer than `hint_bytes_max
 goes. `hints_max` 0 keeps none: then nothing here is called, and metadata is never read.
 Cost: some 10 us and 700 bytes a hint. A prompt of 256 blocks is asked about in 15 us more where one of the pods that
 hold of it has any hint at all, and its answer goes the long way where one is of this prompt.
+
+A snapshot has them in frames of their own: each once, in their order, and between two frames what was put or dropped
+since; so with the last of them they are the hints of its instant. Those that wait for their block are left out, as
+their blocks are.
 """
 
 from __future__ import annotations
 
 import array
 import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,6 +39,7 @@ from app.index.interface import Index
 
 WAITING_VISITS_MAX = 256  # hints looked for again after one batch
 SWEEP_VISITS_MAX = 64  # of one slice
+FRAME_MARK = b"\xfd\xff\xff\xff"  # no frame of the index begins so
 
 _REFUSED = (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError)
 _from_json = msgspec.json.Decoder(dict[str, Any]).decode
@@ -67,6 +72,11 @@ class _Kept(NamedTuple):
     metadata: bytes
 
 
+# Of a frame: source, tier, group, engine hash, context, prefix, metadata; without a prefix the hint is gone.
+_Row = tuple[int, int, int, int, int, int | None, bytes]
+_read_rows = msgspec.msgpack.Decoder(list[_Row]).decode
+
+
 class HintBook:
     """Counted since the start: `stored`, `refused` (not an object, or too long), `evicted` (`hints_max`), and `cut`
     (left out of rows, `row_hints_max`)."""
@@ -87,6 +97,8 @@ class HintBook:
         self._of_source: collections.Counter[int] = collections.Counter()
         self._sweep: list[_Name] = []
         self._bytes = 0
+        self._unwritten: list[_Name] = []  # of an export under way, the next one last
+        self._changed: dict[_Name, None] | None = None  # since it was written; None: no export is under way
 
     @property
     def is_empty(self) -> bool:
@@ -119,9 +131,7 @@ class HintBook:
             return
         name = _Name(holder, engine_hash)
         self._drop(name)
-        if len(self._kept) >= self._hints_max:
-            self._drop(next(iter(self._kept)))
-            self.evicted += 1
+        self._make_room()
         self._keep(name, _Kept(context, self._prefix_of(name, context, now), text))
         self.stored += 1
 
@@ -193,6 +203,51 @@ class HintBook:
                 continue
             self._drop(name)
 
+    # -- across processes
+
+    def start_export(self) -> None:
+        """One at a time; `end_export` in any case."""
+        self._unwritten = list(reversed(self._kept))
+        self._changed = {}
+
+    def export(self, hints_max: int) -> tuple[bytes, bool]:
+        """A frame of up to so many; True when all until now are written."""
+        assert self._changed is not None, "an export begins with start_export"
+        names = [self._unwritten.pop() for _ in range(min(hints_max, len(self._unwritten)))]
+        while not self._unwritten and self._changed and len(names) < hints_max:
+            name = next(iter(self._changed))
+            del self._changed[name]
+            names.append(name)
+        rows: list[_Row] = []
+        for name in names:
+            (source, tier, group), engine_hash = name
+            kept = self._kept.get(name) or _Kept(0, None, b"")
+            metadata = b"" if kept.prefix is None else kept.metadata
+            rows.append((source, int(tier), group, engine_hash, kept.context, kept.prefix, metadata))
+        return FRAME_MARK + msgspec.msgpack.encode(rows), not self._unwritten and not self._changed
+
+    def end_export(self) -> None:
+        self._unwritten, self._changed = [], None
+
+    def restore(self, frame: bytes, sources: Mapping[int, int], contexts: Mapping[int, int]) -> bool:
+        """Takes a frame in, with the numbers of sources and contexts there and here, behind their blocks. False: it
+        is none, and nothing of it was taken."""
+        try:
+            rows: Sequence[_Row] = _read_rows(memoryview(frame)[len(FRAME_MARK) :])
+            names = [_Name(Holder(sources.get(row[0], -1), Tier(row[1]), row[2]), row[3]) for row in rows]
+        except _REFUSED:
+            return False
+        for name, (*_, context, prefix, metadata) in zip(names, rows, strict=True):
+            self._drop(name)
+            if prefix is None or name.holder.source < 0 or context not in contexts or not self.is_on:
+                continue
+            if len(metadata) > self._bytes_max:
+                self.refused += 1
+                continue
+            self._make_room()
+            self._keep(name, _Kept(contexts[context], prefix, metadata))
+        return True
+
     # -- how
 
     def _prefix_of(self, name: _Name, context: int, now: int) -> int | None:
@@ -207,7 +262,19 @@ class HintBook:
     def _waits(self, source: int) -> bool:
         return self._index.orphan_blocks(source) > 0
 
+    def _make_room(self) -> None:
+        if len(self._kept) >= self._hints_max:
+            self._drop(next(iter(self._kept)))
+            self.evicted += 1
+
+    def _note(self, name: _Name) -> None:
+        """Invariant: whatever changes a hint calls this, so that an export under way writes it again."""
+        if self._changed is not None:
+            self._changed.pop(name, None)  # in the order of the changes, which is that of the hints
+            self._changed[name] = None
+
     def _keep(self, name: _Name, kept: _Kept) -> None:
+        self._note(name)
         self._kept[name] = kept
         self._of_source[name.holder.source] += 1
         self._bytes += len(kept.metadata)
@@ -220,6 +287,7 @@ class HintBook:
         kept = self._kept.pop(name, None)
         if kept is None:
             return
+        self._note(name)
         source = name.holder.source
         self._bytes -= len(kept.metadata)
         self._of_source[source] -= 1

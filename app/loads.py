@@ -99,15 +99,19 @@ class Loads:
                 group.create_task(ask(pod, url))
 
     async def _run(self) -> None:
-        async with httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False) as client:
+        client: httpx.AsyncClient | None = None
+        async with contextlib.AsyncExitStack() as held:
             while True:
-                try:
-                    await self.poll(client)
-                except (
-                    Exception
-                ):  # the outermost loop of this task: it must outlive a fault of ours, and say so
-                    logger.exception("a look at the pods' loads failed")
-                    self._counts["failures"] += 1
+                if client is None and any(spec.metrics_url is not None for spec in self._pods()):
+                    # Made late: it costs 16 ms, and most have nobody to ask.
+                    client = httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False)
+                    await held.enter_async_context(client)
+                if client is not None:
+                    try:
+                        await self.poll(client)
+                    except Exception:  # the outermost of this task: it outlives a fault of ours, and says so
+                        logger.exception("a look at the pods' loads failed")
+                        self._counts["failures"] += 1
                 await asyncio.sleep(self._settings.loads_interval_s)
 
     async def _ask(self, client: httpx.AsyncClient, pod: str, url: str) -> None:

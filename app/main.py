@@ -38,6 +38,7 @@ from app.api import (
 )
 from app.api.access import Access
 from app.api.observation import RequestObservation
+from app.api.short_cut import ShortCut
 from app.api.short_way import ShortWay
 from app.api.starting import Starting
 from app.api.wiring import Wiring, attach
@@ -96,6 +97,7 @@ class Application(FastAPI):
     """FastAPI behind `front`: the framework's own layers cost more than a match, so they are not before it."""
 
     front: ASGIApp
+    short_cut: ShortCut | None  # for a server that can answer hot requests where it reads them
     start: Start
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -215,12 +217,20 @@ def create_app(
         app.include_router(resource.router)
     # From the inside out. What must hold for every request (keys and rates, where there are any; metrics) stands
     # outside of the short way, so that no request can go around it.
-    front: ASGIApp = Starting(ShortWay(app.framework, wiring=wiring) if short_way else app.framework, start)
+    short = ShortWay(app.framework, wiring=wiring) if short_way else None
+    front: ASGIApp = Starting(short or app.framework, start)
+    access = None
     if keys.is_needed or settings.rate_requests_per_s:
-        front = Access(front, keys=keys, clock=clock, page=functools.partial(pages.page, 401))
-    app.front = RequestObservation(
+        access = Access(front, keys=keys, clock=clock, page=functools.partial(pages.page, 401))
+        front = access
+    observation = RequestObservation(
         front, metrics=metrics, access_log_every=settings.access_log_every, spans=spans
     )
+    app.front = observation
+    # A span is of a task, so where there are spans every request has one.
+    app.short_cut = None
+    if short is not None and spans is None:
+        app.short_cut = ShortCut(short, start=start, access=access, observation=observation, clock=clock)
     pages.install(app)
     problems.install(app)
     document.install(app)

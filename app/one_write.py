@@ -9,6 +9,7 @@ the order of bytes never changes.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -44,6 +45,11 @@ class OneWriteTransport(asyncio.Transport):
             self._flushing = self._loop.call_soon(self._flush)
             return
         self._transport.write(data)
+
+    def writelines(self, pieces: Iterable[bytes]) -> None:  # type: ignore[override]
+        """In one call, and no piece is kept back."""
+        self._flush()
+        self._transport.writelines(pieces)
 
     def _flush(self) -> None:
         head = self._head

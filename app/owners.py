@@ -8,17 +8,25 @@ A name stands for its roles too, wherever it is excluded or cleared: `agent1` fo
 
 Bounds: `owners_max` names. When there are as many, those whose blocks are all gone make room; where none are, a new
 name is refused, and counted.
+A snapshot has the names with their numbers of the moment, and claims by number; a dump has names at every block.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import msgspec
 
 from app.config import Settings
-from app.errors import LimitExceeded, UnknownOwner
+from app.errors import UNDECODABLE, LimitExceeded, UnknownOwner
 from app.fuzzy.answer import is_named
 from app.index.interface import Index
+from app.index.prefix_index import NameRun
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +35,21 @@ class OwnerInfo:
     blocks: (
         int  # each as often as it is held on different tiers of different ranks; those not swept yet count
     )
+
+
+class _Said(msgspec.Struct):
+    owner: Annotated[str, msgspec.Meta(min_length=1, max_length=1_024, pattern=r"^[^\x00-\x1f\x7f]+\Z")]
+    blocks: list[int]
+
+
+def read_owners(raw: bytes) -> list[tuple[str, frozenset[int]]]:
+    """(owner, engine hashes) of what a dump says in `owners`, in either notation; [] for what is no such list."""
+    decode = msgspec.json.decode if raw[:1] == b"[" else msgspec.msgpack.decode
+    try:
+        said = decode(raw, type=list[_Said])
+    except UNDECODABLE:
+        return []
+    return [(claim.owner, frozenset(claim.blocks)) for claim in said]
 
 
 class Owners:
@@ -89,6 +112,48 @@ class Owners:
         for info in cleared:
             self._forget(info.owner)
         return cleared
+
+    def clear_all(self) -> None:
+        for name in list(self._numbers):
+            self._forget(name)
+
+    # -- across processes
+
+    def of_blocks(self, run: NameRun, names: Sequence[int]) -> list[dict[str, str | list[int]]]:
+        """What a dump says in `owners` of a run of names: each owner with its blocks."""
+        if not self._numbers:
+            return []
+        claims = self._index.owners_at(
+            run.source, run.context, tier=run.tier, group=run.group, prefix_hashes=run.prefix_hashes
+        )
+        blocks: dict[int, list[int]] = {}
+        for place, number in claims:
+            blocks.setdefault(number, []).append(names[place])
+        return [{"owner": self._names[number], "blocks": of_owner} for number, of_owner in blocks.items()]
+
+    def numbered(self) -> list[tuple[int, str]]:
+        """(number, name) of all."""
+        return [(number, name) for name, number in self._numbers.items()]
+
+    def adopt(self, numbered: Sequence[tuple[int, str]]) -> list[tuple[int, int]]:
+        """Makes the owners of a snapshot known here: (number there, number here). Those past `owners_max`, which may
+        be smaller than it was, are left out and counted."""
+        if not self._settings.fuzzy:
+            return []
+        adopted = []
+        for there, name in numbered:
+            if self.has_room_for(name):
+                adopted.append((there, self.number(name)))
+            else:
+                self.refused += 1
+        if len(adopted) < len(numbered):
+            logger.warning(
+                "%d of %d owners of a snapshot are left out: owners_max = %d",
+                len(numbered) - len(adopted),
+                len(numbered),
+                self._settings.owners_max,
+            )
+        return adopted
 
     def gauges(self) -> Mapping[str, int]:
         return {"known": len(self._numbers)}

@@ -125,21 +125,53 @@ class Queries:
         """The same as text, without an object a row: scoring and rendering are native, and held to `match`
         by the tests. Does not answer `include_hashes`, and None when the answer has hints: nothing is counted then.
         """
+        if self._hints.is_empty:
+            answer = self._answer_one(query)
+            if answer is not None:
+                return answer
         unit, tokens, answers = self._ask(query)
         if not self._hints.is_empty:
             hints = self._find_hints(query, unit, [(size, unpack_rows(packed)) for size, packed in answers])
             shown = self._shown(query.pods)
             if hints and (shown is None or not shown.isdisjoint(hints)):
                 return None
-        head = b'{"model":%b,"lora":%b,"block_size":%d,"tokens":%d,"blocks":%d,"matches":[' % (
-            _quoted(query.model),
-            _quoted(query.lora),
+        body, blocks, matched_tokens = self._registry.answers.render(
+            _answer_head(query, unit, tokens),
+            _ANSWER_END,
+            answers,
             unit,
             tokens,
-            tokens // unit,
+            self._clock(),
+            self._shown(query.pods),
         )
-        body, blocks, matched_tokens = self._registry.answers.render(
-            head, _ANSWER_END, answers, unit, tokens, self._clock(), self._shown(query.pods)
+        self._count(tokens, blocks, matched_tokens)
+        return JsonAnswer(body, blocks)
+
+    def _answer_one(self, query: MatchQuery) -> JsonAnswer | None:
+        """What nearly every query is, in one native call: one context is asked, and no hints are known."""
+        count = _check_buffers(query)
+        contexts = self._index.context_ids(query.model, query.lora)
+        unit = query.block_size
+        if unit is None and len(contexts) == 1:
+            (unit,) = contexts
+        if unit is None or unit not in contexts:
+            return None
+        hashes = query.prefix_hashes
+        asked = query.token_ids if hashes is None else hashes
+        assert asked is not None, "a query has tokens or hashes"
+        tokens = count if hashes is None else count * unit
+        body, blocks, matched_tokens = self._index.answer(
+            self._registry.answers,
+            contexts[unit],
+            asked,
+            are_hashes=hashes is not None,
+            extra_keys=query.extra_keys,
+            now=self._now(),
+            frame=(_answer_head(query, unit, tokens), _ANSWER_END),
+            unit=unit,
+            tokens=tokens,
+            now_s=self._clock(),
+            sources=None if query.pods is None else self._shown(query.pods),
         )
         self._count(tokens, blocks, matched_tokens)
         return JsonAnswer(body, blocks)
@@ -268,9 +300,18 @@ def _keys_for(query: MatchQuery, size: int, unit: int) -> tuple[bytes, ...] | No
     return keys if keys is None or size == unit else keys[:1]
 
 
+def _answer_head(query: MatchQuery, unit: int, tokens: int) -> bytes:
+    return b'%b%d,"blocks":%d,"matches":[' % (
+        _answer_opening(query.model, query.lora, unit),
+        tokens,
+        tokens // unit,
+    )
+
+
 @functools.lru_cache(maxsize=1_024)
-def _quoted(name: str | None) -> bytes:
-    return msgspec.json.encode(name)
+def _answer_opening(model: str, lora: str | None, unit: int) -> bytes:
+    names = msgspec.json.encode(model), msgspec.json.encode(lora)
+    return b'{"model":%b,"lora":%b,"block_size":%d,"tokens":' % (*names, unit)
 
 
 def _check_buffers(query: MatchQuery) -> int:

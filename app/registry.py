@@ -140,6 +140,12 @@ class Registry:
         if self.pods[source.pod].spec.zmq_endpoint is None:
             self._spoke.pop(source.index_id, None)
             self._spoke[source.index_id] = source
+        known = self.answers.hear(source.index_id, source.last_event_at_s)
+        assert known, "a source is in the book of answers from its beginning"
+
+    def set_block_size(self, source: Source, block_size: int | None) -> None:
+        """Of its GPU tier, as its events show it."""
+        source.block_size = block_size
         self._publish(source)
 
     def restore(self, source: Source, heard_s_ago: float | None) -> None:

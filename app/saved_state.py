@@ -1,4 +1,4 @@
-"""What a snapshot says beside the frames of the index: pods, sources, contexts, slots; and how they come back.
+"""What a snapshot says beside the frames of the index: pods, sources, contexts, slots, owners; and how they come back.
 
 A restored source is trusted as far as can be shown, and no further.
 
@@ -31,6 +31,7 @@ from app.errors import IndexerError, LimitExceeded
 from app.events import Tier
 from app.index.interface import Index
 from app.index.prefix_index import TICK_MS, SlotInfo
+from app.owners import Owners
 from app.pods import Pod, PodSpec, Source, SourceState
 from app.registry import Registry
 
@@ -78,6 +79,7 @@ class SavedState(msgspec.Struct, frozen=True):
     contexts: list[SavedContext]
     slots: list[tuple[int, int, int, int, int, int, int]]
     names: int = 0  # of prefixes by engine hashes, about
+    owners: list[tuple[int, str]] = []  # (number in the claims, name)
     shingle: int | None = None  # of the SimHashes of the contents among the frames; None: there are none
     positions: dict[int, str] = {}  # partition of the log -> where it had been read to; {} without a log
     log: str = ""  # the number of that log
@@ -86,10 +88,13 @@ class SavedState(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adoption:
-    """What the frames need to find their place: slot of the snapshot -> (context, source) of this index."""
+    """What the frames need to find their place: slot of the snapshot -> (context, source) of this index, and the
+    numbers of owners there and here."""
 
     places: list[tuple[SlotInfo, int, int]]
-    other_names: int  # beyond one a prefix, about
+    owners: list[tuple[int, int]]
+    entries: dict[int, int]  # by context, about
+    other_names: int  # beyond one each, about
     saved_at: int  # ticks of the snapshot
     elapsed: int  # ticks since
     now: int
@@ -130,6 +135,7 @@ def index_digest(registry: Registry, index: Index) -> str:
 def describe(
     registry: Registry,
     index: Index,
+    owners: Owners,
     *,
     configured: frozenset[str],
     at_s: float,
@@ -148,7 +154,8 @@ def describe(
     contexts = [SavedContext(c.id, c.model, c.lora, c.block_size, c.prefixes) for c in index.contexts()]
     slots = [(s.context, s.slot, s.source, s.tier, s.group, s.blocks, s.digest) for s in index.slots()]
     names = index.stats().engine_keys
-    return SavedState(at_s, now, index_digest(registry, index), pods, contexts, slots, names)
+    digest = index_digest(registry, index)
+    return SavedState(at_s, now, digest, pods, contexts, slots, names, owners.numbered())
 
 
 def _describe_source(source: Source, index: Index, now_s: float) -> SavedSource:
@@ -174,13 +181,14 @@ def _describe_source(source: Source, index: Index, now_s: float) -> SavedSource:
 def adopt(
     registry: Registry,
     index: Index,
+    owners: Owners,
     state: SavedState,
     *,
     configured: frozenset[str],
     at_s: float,
     now: int,
 ) -> Adoption:
-    """Registers pods, sources and contexts of a snapshot. A clock that went back counts as no time."""
+    """Registers pods, sources, contexts and owners of a snapshot. A clock that went back counts as no time."""
     elapsed_s = max(0.0, at_s - state.at_s)
     specs: list[PodSpec] = []
     adopted: list[tuple[SavedSource, Source]] = []
@@ -211,6 +219,10 @@ def adopt(
     coming = sum(slot.blocks for slot, _, _ in places) / max(1, sum(row[5] for row in state.slots))
     return Adoption(
         places=places,
+        owners=owners.adopt(state.owners),
+        entries={
+            contexts[c.id]: int(c.prefixes * coming) for c in state.contexts if contexts[c.id] in living
+        },
         other_names=int(max(0, state.names - sum(c.prefixes for c in state.contexts)) * coming),
         saved_at=state.tick,
         elapsed=elapsed,

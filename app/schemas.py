@@ -112,6 +112,15 @@ class StoredEvent(BaseModel):
     kv_cache_spec_kind: str | None = None
 
 
+class ClaimedBlocks(BaseModel):
+    """Blocks of an event that are stored for an owner."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    owner: Name
+    blocks: list[EngineHash] = Field(description="Of `block_hashes`; others count for nothing.")
+
+
 class PrefixesEvent(BaseModel):
     """Blocks whose prefix hashes are known: what a dump says, and no engine. The same again changes nothing."""
 
@@ -127,6 +136,9 @@ class PrefixesEvent(BaseModel):
     lora_name: str | None = Field(None, description="The adapter of the context; the bare model when absent.")
     medium: str | None = Field(None, description="Where the blocks lie; GPU when absent.")
     group_idx: int | None = None
+    owners: list[ClaimedBlocks] | None = Field(
+        None, description="Whom blocks are stored for, beside `owner`."
+    )
 
 
 class RemovedEvent(BaseModel):

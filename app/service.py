@@ -111,7 +111,14 @@ class IndexerService:
         self.fuzzy = FuzzyQueries(
             settings, index, contents, self._registry, self.owners, self._queries, now=self._now
         )
-        self.dumps = Dumps(index, self._registry, self.hints, now=self._now, dumps_max=settings.dumps_max)
+        self.dumps = Dumps(
+            index,
+            self._registry,
+            self.hints,
+            self.owners,
+            now=self._now,
+            dumps_max=settings.dumps_max,
+        )
 
     # -- pods
 
@@ -397,7 +404,13 @@ class IndexerService:
     def describe(self, *, configured: frozenset[str], at_s: float) -> SavedState:
         """What a snapshot says beside the index: as of now, `at_s` in Unix time."""
         return describe(
-            self._registry, self._index, configured=configured, at_s=at_s, now=self._now(), clock=self._clock
+            self._registry,
+            self._index,
+            self.owners,
+            configured=configured,
+            at_s=at_s,
+            now=self._now(),
+            clock=self._clock,
         )
 
     def adopt(self, state: SavedState, *, configured: frozenset[str], at_s: float) -> Adoption:
@@ -406,7 +419,15 @@ class IndexerService:
         For a service that holds nothing yet.
         """
         self._ticks_ahead = ticks(self._settings.ttl_s) or NEVER_TICKS
-        return adopt(self._registry, self._index, state, configured=configured, at_s=at_s, now=self._now())
+        return adopt(
+            self._registry,
+            self._index,
+            self.owners,
+            state,
+            configured=configured,
+            at_s=at_s,
+            now=self._now(),
+        )
 
     # -- time and figures
 

@@ -24,6 +24,7 @@ from app.config import Settings
 from app.connections import BoundedProtocol, ConnectionLimits
 from app.errors import CannotListen
 from app.main import create_app
+from app.short_connections import Outbox, ShortConnection
 from app.tls import ServerTls, server_tls
 
 logger = logging.getLogger(__name__)
@@ -43,11 +44,16 @@ def run(settings: Settings) -> bool:
     # Bound before the server starts: the fault is one sentence, and a free port is known when it is printed.
     listener = _listen(settings.host, settings.port)
     _warn_of_open_doors(settings, listener)
+    protocol = (
+        functools.partial(BoundedProtocol, limits)
+        if app.short_cut is None
+        else functools.partial(ShortConnection, app.short_cut, Outbox(), limits)
+    )
     server = _Server(
         uvicorn.Config(
             app,
             loop="uvloop",
-            http=functools.partial(BoundedProtocol, limits),  # type: ignore[arg-type]
+            http=protocol,  # type: ignore[arg-type]
             ws="none",
             lifespan="on",
             log_config=None,

@@ -4,7 +4,10 @@
 
 Every answer is checked before its time is printed: searches against a linear scan over the same SimHashes (its time
 stands beside), coverage against a plain table of all contents. Times are the best and the median of all rounds, in
-one process. The first line says on what.
+one process; of what is stored and removed, CPU time. Goals stand in brackets. The first line says on what.
+
+An index is asleep until it is asked, and what it was told of lies in a list; the first question puts that in tables.
+Both states are measured, and the step between them.
 """
 
 from __future__ import annotations
@@ -64,17 +67,12 @@ def measure_cost(blocks: int, rounds: int) -> None:
     before = resident_bytes()
     index = FuzzyIndex(FuzzyLimits())
     index.add_context(CONTEXT, BLOCK)
-    calls = store_all(index, hashes, packed)
+    print_stored("asleep", store_all(index, hashes, packed), blocks, 150)
+    print_memory("asleep", index, blocks, before)
+    wake(index)
     stats = index.stats()
-    assert (stats.blocks, stats.crowded) == (blocks, 0)
-    print(f"store        {sum(calls) / blocks * 1e9:7.0f} ns a block, batches of {BATCH_BLOCKS}, from empty")
-    print(
-        f"             {sorted(calls)[-3] * 1e3:7.2f} ms, the third longest call (the system takes the others)"
-    )
-    print(
-        f"memory       {stats.bytes / blocks:7.1f} bytes a block held, "
-        f"{(resident_bytes() - before) / blocks:.1f} more resident"
-    )
+    assert (stats.blocks, stats.backlog, stats.crowded) == (blocks, 0, 0)
+    print_memory("awake", index, blocks, before)
     simhashes = b"".join(
         struct.pack("<Q", _native.simhash(packed[i : i + 4 * BLOCK]))
         for i in range(0, len(packed), 4 * BLOCK)
@@ -83,10 +81,46 @@ def measure_cost(blocks: int, rounds: int) -> None:
         measure_queries(index, name, prompt.tobytes(), simhashes, rounds)
     more = blocks // 10
     more_hashes = array("Q", (chance.getrandbits(64) | 1 for _ in range(more))).tobytes()
-    calls = store_all(index, more_hashes, random_tokens(more * BLOCK, chance).tobytes())
-    print(f"store        {sum(calls) / more * 1e9:7.0f} ns a block, a tenth more")
+    more_packed = random_tokens(more * BLOCK, chance).tobytes()
+    print_stored("awake, a tenth more", store_all(index, more_hashes, more_packed), more, 150)
     index.remove(CONTEXT, more_hashes)
-    measure_removal(index, hashes)
+    measure_removal("awake", index, hashes)
+    asleep, awake = FuzzyIndex(FuzzyLimits()), FuzzyIndex(FuzzyLimits())
+    for each in (asleep, awake):
+        each.add_context(CONTEXT, BLOCK)
+    awake.grid(CONTEXT, bytes(4 * BLOCK), 0, everything)
+    print_stored("awake, from empty", store_all(awake, hashes, packed), blocks, 150)
+    store_all(asleep, hashes, packed)
+    measure_removal("asleep", asleep, hashes)
+
+
+def print_stored(state: str, calls: Sequence[float], blocks: int, goal: int) -> None:
+    print(
+        f"store        {sum(calls) / blocks * 1e9:7.0f} ns a block {state}, batches of {BATCH_BLOCKS} [{goal}]; "
+        f"the third longest {sorted(calls)[-3] * 1e3:.2f} ms"
+    )
+
+
+def print_memory(state: str, index: FuzzyIndex, blocks: int, before: int) -> None:
+    print(
+        f"memory       {index.stats().bytes / blocks:7.1f} bytes a block {state} [40], "
+        f"{(resident_bytes() - before) / blocks:.1f} more resident"
+    )
+
+
+def wake(index: FuzzyIndex) -> None:
+    """What the first question pays before it is answered, in the slices that a question over HTTP takes."""
+    blocks = index.stats().backlog
+    slices = []
+    offset = 0
+    while offset == 0:
+        begin = time.thread_time()
+        _, offset = index.core.exact(CONTEXT, bytes(4 * BLOCK), 1, 0, 1)
+        slices.append(time.thread_time() - begin)
+    print(
+        f"waking       {sum(slices) / blocks * 1e9:7.0f} ns a block [100], {sum(slices) * 1e3:.0f} ms in "
+        f"{len(slices)} slices, the longest {max(slices) * 1e3:.2f} ms [1]"
+    )
 
 
 def store_all(index: FuzzyIndex, hashes: bytes, packed: bytes) -> list[float]:
@@ -95,9 +129,9 @@ def store_all(index: FuzzyIndex, hashes: bytes, packed: bytes) -> list[float]:
     for begin in range(0, len(hashes) // 8, BATCH_BLOCKS):
         end = begin + BATCH_BLOCKS
         batch, batch_tokens = hashes[8 * begin : 8 * end], packed[4 * BLOCK * begin : 4 * BLOCK * end]
-        start = time.perf_counter()
+        start = time.thread_time()
         index.store(CONTEXT, batch, batch_tokens)
-        calls.append(time.perf_counter() - start)
+        calls.append(time.thread_time() - start)
     return calls
 
 
@@ -133,8 +167,9 @@ def measure_queries(index: FuzzyIndex, name: str, prompt: bytes, simhashes: byte
         ask = index.grid if mode == "grid" else index.sliding
         best, median = rounds_ms(rounds, lambda ask=ask: ask(CONTEXT, prompt, DISTANCE, everything))  # type: ignore[misc]
         print(
-            f"{mode:8} {name}: {len(offsets)} windows, {best:.2f} ms best, {median:.2f} median; "
-            f"linear scan {scan_ms:.0f} ms, {scan_ms / best:.0f} times as long; {len(expected)} near"
+            f"{mode:8} {name}: {len(offsets)} windows, {best:.2f} ms best, {median:.2f} median "
+            f"[{5 if mode == 'grid' else 15}]; linear scan {scan_ms:.0f} ms, {scan_ms / best:.0f} times as long; "
+            f"{len(expected)} near"
         )
         slices = index.grid_slices if mode == "grid" else index.sliding_slices
         longest = [longest_slice_ms(slices(CONTEXT, prompt, DISTANCE, everything)) for _ in range(rounds)]
@@ -144,14 +179,16 @@ def measure_queries(index: FuzzyIndex, name: str, prompt: bytes, simhashes: byte
         )
 
 
-def measure_removal(index: FuzzyIndex, hashes: bytes) -> None:
+def measure_removal(state: str, index: FuzzyIndex, hashes: bytes) -> None:
     blocks = len(hashes) // 8 // 4 // BATCH_BLOCKS * BATCH_BLOCKS
-    begin = time.perf_counter()
+    begin = time.thread_time()
     for i in range(0, blocks, BATCH_BLOCKS):
         index.remove(CONTEXT, hashes[8 * i : 8 * (i + BATCH_BLOCKS)])
-    removed_s = time.perf_counter() - begin
+    removed_s = time.thread_time() - begin
     assert len(index.prefix_hashes(CONTEXT)) == len(hashes) // 8 - blocks
-    print(f"remove       {removed_s / blocks * 1e9:7.0f} ns a block, a quarter of all, sweep included")
+    print(
+        f"remove       {removed_s / blocks * 1e9:7.0f} ns a block {state}, a quarter of all, sweep included"
+    )
 
 
 def longest_slice_ms(slices: Generator[None, None, list[Window]]) -> tuple[float, int]:
@@ -172,12 +209,14 @@ def longest_slice_ms(slices: Generator[None, None, list[Window]]) -> tuple[float
 # -- what it adds to the prefix index
 
 
-def measure_events(blocks: int) -> None:
+def measure_events(state: str, blocks: int) -> None:
     """Two prefix indexes side by side, one with a fuzzy index: events of 256 new blocks, in turn; CPU time."""
     limits = IndexLimits(prefixes_per_context_max=4 * blocks)
     contents = FuzzyIndex(FuzzyLimits())
     pair = (PrefixIndex(limits), PrefixIndex(limits, contents))
     places = [(index, index.add_source(), index.context("m", None, BLOCK, 0)) for index in pair]
+    if state == "awake":
+        contents.grid(places[1][2], bytes(4 * BLOCK), 0, everything)
     events = blocks // 256
     spent: list[list[float]] = [[], []]
     removed: list[list[float]] = [[], []]
@@ -200,13 +239,14 @@ def measure_events(blocks: int) -> None:
             index.remove(source, tier=0, group=0, engine_hashes=hashes, now=0)
             removed[which].append(time.thread_time() - begin)
     assert len(contents.prefix_hashes(places[1][2])) == sum(256 for n in range(events) if n % 4)
-    print("events of 256 new blocks, CPU time a block, without and with:")
+    assert contents.stats().asleep == (state == "asleep")
+    print(f"events of 256 new blocks, CPU time a block, without a fuzzy index and with one {state}:")
     for label, times in (
         ("store, from empty", spent),
         ("store, the last fifth", [t[-events // 5 :] for t in spent]),
     ):
         without, beside = (sum(t) / len(t) / 256 * 1e9 for t in times)
-        print(f"  {label:22} {without:5.0f} ns, {beside:5.0f} ns: {beside - without:4.0f} more")
+        print(f"  {label:22} {without:5.0f} ns, {beside:5.0f} ns: {beside - without:4.0f} more [150]")
     without, beside = (sum(t) / len(t) / 256 * 1e9 for t in removed)
     print(f"  {'remove, a quarter':22} {without:5.0f} ns, {beside:5.0f} ns: {beside - without:4.0f} more")
 
@@ -355,7 +395,8 @@ def main() -> None:
     print_machine()
     print(f"load {os.getloadavg()[0]:.1f}; {arguments.blocks} blocks of {BLOCK} tokens, distance {DISTANCE}")
     measure_cost(arguments.blocks, arguments.rounds)
-    measure_events(arguments.blocks)
+    for state in ("asleep", "awake"):
+        measure_events(state, arguments.blocks)
     measure_distances()
     measure_documents()
 

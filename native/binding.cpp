@@ -8,6 +8,8 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <bit>
+#include <cmath>
 #include <cstring>
 #include <optional>
 #include <stdexcept>
@@ -22,6 +24,7 @@
 #include "json_cut.hpp"
 #include "linear_scan.hpp"
 #include "prefix_index.hpp"
+#include "request_head.hpp"
 #include "wire.hpp"
 #include "xxh64.hpp"
 
@@ -111,7 +114,9 @@ void bind_index(nb::module_& m) {
       },
       "seed"_a, "block_size"_a, "token_ids"_a, "extra_keys"_a.none());
 
-  nb::class_<SlotMap>(m, "SlotMap").def(nb::init<>());
+  nb::class_<SlotMap>(m, "SlotMap")
+      .def(nb::init<>())
+      .def("import_owner", [](SlotMap& self, uint32_t old, uint32_t owner) { self.owners[old] = owner; });
   nb::class_<PrefixIndex>(m, "PrefixIndex")
       .def(
           "__init__",
@@ -215,6 +220,11 @@ void bind_index(nb::module_& m) {
            [](PrefixIndex& self, uint32_t context, const nb::bytes& prefixes, Tick now) {
              return bytes_of_holdings(self.holdings(context, words_of(prefixes), now));
            })
+      .def("owners_at",
+           [](PrefixIndex& self, uint32_t context, uint32_t source, uint32_t tier, uint32_t group,
+              const nb::bytes& prefixes) {
+             return self.owners_at(context, {source, tier, group}, words_of(prefixes));
+           })
       .def("add_owner", &PrefixIndex::add_owner)
       .def("clear_owner", &PrefixIndex::clear_owner)
       .def("owner_claims", &PrefixIndex::owner_claims)
@@ -268,6 +278,12 @@ void bind_index(nb::module_& m) {
              const std::vector<uint8_t> frame = self.export_contents(rows_max, done);
              return nb::make_tuple(nb::bytes(frame.data(), frame.size()), done);
            })
+      .def("export_claims",
+           [](PrefixIndex& self, size_t claims_max) {
+             bool done = false;
+             const std::vector<uint8_t> frame = self.export_claims(claims_max, done);
+             return nb::make_tuple(nb::bytes(frame.data(), frame.size()), done);
+           })
       .def("has_whole_contents", &PrefixIndex::has_whole_contents)
       .def("import_settle", &PrefixIndex::import_settle)
       .def("import_slot",
@@ -277,6 +293,7 @@ void bind_index(nb::module_& m) {
              slots.slots[{old_context, old_slot}] = self.import_slot(context, {source, tier, group});
            })
       .def("import_expect", &PrefixIndex::import_expect)
+      .def("import_expect_names", &PrefixIndex::import_expect_names)
       .def("import_frame",
            [](PrefixIndex& self, const nb::bytes& frame, const SlotMap& slots, Tick saved_at, Tick elapsed,
               Tick now, bool takes_contents) {
@@ -326,12 +343,34 @@ void bind_flight(nb::module_& m) {
 
 // -- answers
 
+std::string_view text_of(const nb::bytes& buffer) { return {buffer.c_str(), buffer.size()}; }
+
 // Opens an answer with `head`, closes it with `tail`, and says how deep the best row is (blocks, tokens).
-// `answers` are (block size, rows of a match); `pods`, a set of names, leaves out the rows of all others.
-std::tuple<nb::bytes, uint64_t, uint64_t> render_answer(AnswerBook& self, const nb::bytes& head,
-                                                        const nb::bytes& tail, const nb::list& answers,
-                                                        uint32_t unit, uint64_t tokens, double now_s,
-                                                        const std::optional<nb::set>& ids) {
+nb::tuple finish_answer(AnswerBook& book, const nb::bytes& head, const nb::bytes& tail, uint32_t unit,
+                        uint64_t tokens, double now_s) {
+  AnswerBook::Deepest deepest;
+  PyObject* made = nullptr;
+  const size_t bytes = book.render(
+      text_of(head), text_of(tail), unit, tokens, now_s,
+      [&](size_t most) {
+        made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(most));
+        if (made == nullptr) throw nb::python_error();
+        return PyBytes_AS_STRING(made);
+      },
+      deepest);
+  if (_PyBytes_Resize(&made, static_cast<Py_ssize_t>(bytes)) != 0) throw nb::python_error();
+  return nb::make_tuple(nb::steal<nb::bytes>(made), deepest.blocks, deepest.tokens);
+}
+
+void add_row(AnswerBook& book, const Row& row, uint32_t block_size, const std::optional<nb::set>& ids) {
+  if (ids && !ids->contains(nb::int_(row.source))) return;
+  if (!book.add(row, block_size)) throw std::out_of_range("a row of a source that is not in the book");
+}
+
+// `answers` are (block size, rows of a match); `ids`, a set of sources, leaves out the rows of all others.
+nb::tuple render_answer(AnswerBook& self, const nb::bytes& head, const nb::bytes& tail,
+                        const nb::list& answers, uint32_t unit, uint64_t tokens, double now_s,
+                        const std::optional<nb::set>& ids) {
   self.begin();
   for (const nb::handle answer : answers) {
     const auto [block_size, packed] = nb::cast<std::pair<uint32_t, nb::bytes>>(answer);
@@ -339,15 +378,29 @@ std::tuple<nb::bytes, uint64_t, uint64_t> render_answer(AnswerBook& self, const 
     for (size_t at = 0; at + sizeof(Row) <= packed.size(); at += sizeof(Row)) {
       Row row;
       std::memcpy(&row, data_of(packed) + at, sizeof(Row));
-      if (ids && !ids->contains(nb::int_(row.source))) continue;
-      if (!self.add(row, block_size)) throw std::out_of_range("a row of a source that is not in the book");
+      add_row(self, row, block_size, ids);
     }
   }
-  std::string out;
-  out.append(static_cast<const char*>(head.data()), head.size());
-  const AnswerBook::Deepest deepest = self.render(unit, tokens, now_s, out);
-  out.append(static_cast<const char*>(tail.data()), tail.size());
-  return {nb::bytes(out.data(), out.size()), deepest.blocks, deepest.tokens};
+  return finish_answer(self, head, tail, unit, tokens, now_s);
+}
+
+// The same from one context, of which `unit` is the block size, without rows in between.
+nb::tuple answer_match(AnswerBook& self, PrefixIndex& index, uint32_t context, const nb::bytes& asked,
+                       bool are_hashes, const std::optional<nb::tuple>& extra, Tick now,
+                       const nb::bytes& head, const nb::bytes& tail, uint32_t unit, uint64_t tokens,
+                       double now_s, const std::optional<nb::set>& ids) {
+  std::vector<Row> rows;
+  if (are_hashes) {
+    index.match_hashes(context, HashList(data_of(asked)), asked.size() / 8, now, rows);
+  } else {
+    const ExtraKeys keys = extra_of(extra);
+    index.match_tokens(context, data_of(asked), asked.size() / index.block_bytes(context),
+                       extra ? &keys : nullptr, now, rows);
+  }
+  self.begin();
+  self.begin_context();
+  for (const Row& row : rows) add_row(self, row, unit, ids);
+  return finish_answer(self, head, tail, unit, tokens, now_s);
 }
 
 void bind_answers(nb::module_& m) {
@@ -359,9 +412,12 @@ void bind_answers(nb::module_& m) {
              self.put(source, {name, std::string(opening.c_str(), opening.size()), dp_rank, block_size, state,
                                heard_at_s, 0});
            })
+      .def("hear", &AnswerBook::hear)
       .def("drop", &AnswerBook::drop)
       .def("render", &render_answer, "head"_a, "tail"_a, "answers"_a, "unit"_a, "tokens"_a, "now_s"_a,
-           "sources"_a.none());
+           "sources"_a.none())
+      .def("match", &answer_match, "index"_a, "context"_a, "asked"_a, "are_hashes"_a, "extra_keys"_a.none(),
+           "now"_a, "head"_a, "tail"_a, "unit"_a, "tokens"_a, "now_s"_a, "sources"_a.none());
 }
 
 // -- fuzzy
@@ -449,7 +505,7 @@ void bind_fuzzy(nb::module_& m) {
       .def("insert",
            [](FuzzyIndex& self, uint32_t context, const nb::bytes& prefixes, const nb::bytes& tokens) {
              const std::vector<uint64_t> known = words_of(prefixes);
-             return self.insert(context, known, self.hashes(context, data_of(tokens), known.size()));
+             self.insert(context, known, self.hashes(context, data_of(tokens), known.size()));
            })
       .def("remove", [](FuzzyIndex& self, uint32_t context,
                         const nb::bytes& prefixes) { self.remove(context, words_of(prefixes)); })
@@ -468,8 +524,8 @@ void bind_fuzzy(nb::module_& m) {
                   })
       .def("statistics", [](const FuzzyIndex& self) {
         const FuzzyStatistics now = self.statistics();
-        return std::tuple(now.contexts, now.blocks, now.chained, now.doomed, now.crowded, now.bytes,
-                          now.matches_dropped);
+        return std::tuple(now.contexts, now.blocks, now.chained, now.backlog, now.asleep, now.doomed,
+                          now.crowded, now.bytes, now.matches_dropped);
       });
   nb::class_<NearQuery>(m, "NearQuery")
       .def(
@@ -679,6 +735,22 @@ nb::object plain_event(const wire::PlainEvent& event, EventBuffers& buffers, siz
                         std::move(buffers.tokens), event.block_size, lora, kind, extra);
 }
 
+// A finite float64 as such, any other span as it stands.
+nb::object time_value(wire::Span span) {
+  if (span.size() == 9 && span[0] == 0xcb) {
+    const double value = std::bit_cast<double>(wire::read_be(span.data() + 1, 8));
+    if (std::isfinite(value)) return nb::float_(value);
+  }
+  return as_bytes(span);
+}
+
+// None where there is none, a small number as such, any other span as it stands.
+nb::object rank_value(wire::Span span) {
+  if (span.empty() || span[0] == 0xc0) return nb::none();
+  if (span[0] < 0x80) return nb::int_(span[0]);
+  return as_bytes(span);
+}
+
 // (time, rank or None, events), each event plain or raw; None for a payload that event_payload.hpp refuses.
 nb::object msgpack_events(nb::handle data, size_t children_max) {
   const BufferView view(data);
@@ -705,7 +777,24 @@ nb::object msgpack_events(nb::handle data, size_t children_max) {
   }
   wire::Span rank;
   if (!wire::close_batch(batch, rank)) return nb::none();
-  return nb::make_tuple(as_bytes(batch.ts), rank.empty() ? nb::object(nb::none()) : as_bytes(rank), events);
+  return nb::make_tuple(time_value(batch.ts), rank_value(rank), events);
+}
+
+nb::object bytes_of_text(std::string_view text) { return nb::bytes(text.data(), text.size()); }
+
+// (path, query string, headers that are asked for, bytes of the head, bytes of the body); None for what
+// request_head.hpp refuses.
+nb::object request_head(const nb::bytes& data) {
+  wire::RequestHead head;
+  if (!wire::read_request_head({data_of(data), data.size()}, head)) return nb::none();
+  nb::list headers;
+  for (size_t i = 0; i < head.line_count; ++i) {
+    const std::string_view name = wire::asked_name(head.lines[i].name);
+    if (!name.empty())
+      headers.append(nb::make_tuple(bytes_of_text(name), bytes_of_text(head.lines[i].value)));
+  }
+  return nb::make_tuple(nb::str(head.path.data(), head.path.size()), bytes_of_text(head.query), headers,
+                        head.bytes, head.body_bytes);
 }
 
 // The parsers of JSON numbers one by one, for the tests to compare.
@@ -741,6 +830,7 @@ void bind_wire(nb::module_& m) {
   m.def("json_child_count", &json_child_count, nb::arg("data"), nb::arg("count_max"));
   m.def("msgpack_child_count", &msgpack_child_count, nb::arg("data"));
   m.def("msgpack_events", &msgpack_events, nb::arg("data"), nb::arg("children_max"));
+  m.def("request_head", &request_head, nb::arg("data"));
   m.def("scan_json", &scan_json<wire::FastMasks>, nb::arg("data"));
   m.def("scan_json_by_words", &scan_json<wire::WordMasks>, nb::arg("data"));
   m.def("msgpack_children", &msgpack_children<1>, nb::arg("data"), nb::arg("children_max"));

@@ -6,6 +6,9 @@
 // that is cleared is passed over from then on, and a sweep takes its claims away. So a claim that is counted
 // by a query is always of a living owner, slot and entry, and numbers of owners are never used again.
 //
+// While a snapshot is written, the prefixes whose claims change are noted; what ends with its owner or its
+// slot needs no note, because a snapshot lists those that live.
+//
 // Bounds: `claims_max` claims in all; more are refused and counted. 16 bytes a claim, nothing for blocks
 // without an owner.
 #pragma once
@@ -27,6 +30,12 @@ struct Claim {
   bool empty() const { return owner == 0; }
 };
 using ClaimTable = SegmentedTable<Claim>;  // one a context
+
+struct ClaimNote {          // the claims on a prefix changed
+  uint64_t key;             // prefix hash
+  const ClaimTable* table;  // to be told from others only: it may be gone
+  bool empty() const { return table == nullptr; }
+};
 
 class OwnerBook {
  public:
@@ -56,6 +65,7 @@ class OwnerBook {
       return;
     }
     table.insert({prefix, slot, owner});
+    note(table, prefix);
     ++claims_;
     ++of_owner->second;
   }
@@ -69,6 +79,7 @@ class OwnerBook {
         at = table.next_equal(at);
         continue;
       }
+      note(table, prefix);
       discount(*at);
       table.erase(at);
       at = table.find(prefix);  // the table has moved
@@ -78,17 +89,51 @@ class OwnerBook {
     drop(table, prefix, [](uint32_t) { return true; });
   }
 
+  // As a claim that finds no room.
+  void refuse() { ++refused_; }
+
   // For a claim that is leaving its table by another way.
   void discount(const Claim& claim) {
     --claims_;
     if (const auto of_owner = claims_of_.find(claim.owner); of_owner != claims_of_.end()) --of_owner->second;
   }
 
+  void begin_notes() {
+    notes_ = {};
+    noting_ = true;
+  }
+  void end_notes() {
+    notes_ = {};
+    noting_ = false;
+  }
+  // Up to about `notes_max` of them leave, each to `visit(note)`; returns how many are left.
+  template <class Visit>
+  size_t take_notes(size_t notes_max, Visit visit) {
+    uint64_t cursor = 0;
+    bool done = false;
+    notes_.sweep(cursor, done, notes_max, [&](const ClaimNote& note) {
+      visit(note);
+      return false;
+    });
+    return notes_.size();
+  }
+
  private:
+  // Invariant: whatever changes the claims on a prefix calls this, so that an export under way writes them
+  // again.
+  void note(const ClaimTable& table, uint64_t prefix) {
+    if (!noting_) return;
+    for (const ClaimNote* at = notes_.find(prefix); at != nullptr; at = notes_.next_equal(at))
+      if (at->table == &table) return;
+    notes_.insert({prefix, &table});
+  }
+
   const size_t claims_max_;
   std::unordered_map<uint32_t, uint64_t> claims_of_;  // of living owners
   uint32_t last_ = 0;
   uint64_t claims_ = 0, refused_ = 0;
+  bool noting_ = false;
+  SegmentedTable<ClaimNote> notes_;
 };
 
 }  // namespace kvindexer

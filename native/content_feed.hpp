@@ -6,11 +6,14 @@
 //
 // Neighbours are handed over together, because the fuzzy index is fast only with many blocks at once; but a
 // birth and a death never change places, so that what lies in the fuzzy index after `flush` is what the
-// prefix index holds. Every call of the prefix index ends with one. Cost: a copy of the tokens of a new
-// block, which are hashed together.
+// prefix index holds. Every call of the prefix index ends with one. Cost: the tokens of a new block are
+// copied, eight blocks at a time, which are hashed together: they need not lie side by side, nor be there at
+// the end of the call.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "fuzzy_index.hpp"
@@ -26,14 +29,16 @@ class ContentFeed {
 
   // `takes` the context; `tokens` are those of the block.
   void born(uint32_t context, uint64_t prefix, const uint8_t* tokens, size_t bytes) {
-    if (!known_.empty() || !died_.empty() || context != context_ || born_.size() == kBlocksMax) flush();
+    if (!died_.empty() || context != context_ || born_.size() == kBlocksMax) flush();
     context_ = context;
     born_.push_back(prefix);
     tokens_.insert(tokens_.end(), tokens, tokens + bytes);
+    if (born_.size() - known_.size() == kHashedTogether) hash();
   }
   // The same with what is known of the tokens, in place of them.
   void born(uint32_t context, uint64_t prefix, const Content& content) {
-    if (!tokens_.empty() || !died_.empty() || context != context_ || born_.size() == kBlocksMax) flush();
+    if (!died_.empty() || context != context_ || born_.size() == kBlocksMax) flush();
+    hash();
     context_ = context;
     born_.push_back(prefix);
     known_.push_back(content);
@@ -44,23 +49,31 @@ class ContentFeed {
     died_.push_back(prefix);
   }
   void flush() {
-    if (!tokens_.empty()) known_ = index_->hashes(context_, tokens_.data(), born_.size());
+    hash();
     if (!born_.empty()) index_->insert(context_, born_, known_);
     if (!died_.empty()) index_->remove(context_, died_);
     born_.clear();
-    tokens_.clear();
     known_.clear();
     died_.clear();
   }
 
  private:
   static constexpr size_t kBlocksMax = 4096;
+  static constexpr size_t kHashedTogether = 8;
+
+  void hash() {
+    if (tokens_.empty()) return;
+    const size_t known = known_.size();
+    known_.resize(born_.size());
+    index_->hash(context_, tokens_.data(), std::span(known_).subspan(known));
+    tokens_.clear();
+  }
 
   FuzzyIndex* index_;  // null: nothing is told
   uint32_t context_ = 0;
   std::vector<uint64_t> born_, died_;  // one of them is empty
-  std::vector<uint8_t> tokens_;        // of what is born, or
-  std::vector<Content> known_;         // what is known of them
+  std::vector<Content> known_;         // what is known of the tokens of what is born
+  std::vector<uint8_t> tokens_;        // of the others
 };
 
 }  // namespace kvindexer

@@ -1,20 +1,22 @@
 // Contents as they travel in a snapshot: rows out of a fuzzy index that changes while it is read, and into
 // another.
 //
-// A walk goes through the buckets and gives each content with all its prefixes, once or (where something
-// moved meanwhile) more often, which does no harm. What is stored or removed after the walk began is noted in
-// order, and the notes since the rows before come before the next rows. So all rows, taken in one after the
-// other, are the contents at the instant of the last of them, without the walk and the index knowing of each
-// other.
+// A walk goes through the backlog, then the buckets, and gives each content with all its prefixes, once or
+// (where something moved meanwhile) more often, which does no harm. What is stored or removed after the walk
+// began is noted in order, and the notes since the rows before come before the next rows. So all rows, taken
+// in one after the other, are the contents at the instant of the last of them, without the walk and the index
+// knowing of each other.
 //
 // The buckets come in an order that spreads them (the bits of their numbers reversed): taken in as they come
-// into a table that grows, they fill it evenly. A chain of prefixes goes out in parts and keeps its order,
-// which decides what is left out where more is found than may be reported.
+// into a table that grows, they fill it evenly. A chain of prefixes goes out in parts and keeps its order in
+// a table that it is taken into; in a backlog there are no chains, and no order.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <vector>
+
+#include "content_backlog.hpp"
 
 namespace kvindexer {
 
@@ -43,17 +45,18 @@ struct ContentCursor {  // of a walk through one context
     bool crowded;
   };
 
-  unsigned bits = 0;  // a step is what has so many leading bits in common
+  ContentBacklog::Cursor backlog;
+  unsigned bits = 0;  // a step is what has so many leading bits in common; 0: the buckets have not been begun
   uint32_t step = 0;
+  uint32_t within = 0;  // of the bits behind those, where in the step it stands
   bool in_crowded = false, crowded_done = false;
   uint64_t crowded_from = 0;  // key of the chains that have no record
   std::vector<Chain> chains;
 
-  // The leading bits of the next step.
-  uint32_t next_leading() {
+  // The leading bits of the step.
+  uint32_t leading() const {
     uint32_t reversed = 0;
     for (unsigned i = 0; i < bits; ++i) reversed |= (step >> i & 1) << (bits - 1 - i);
-    ++step;
     return reversed;
   }
 };

@@ -1,10 +1,11 @@
 // The rows of a FuzzyContext, out and in (content_rows.hpp says what they are for).
 //
-// Why nothing is missed while the context changes between two slices: a record stays among those of its
-// leading bits wherever splits move it, and everything of a bucket is taken at once. A chain is gone through
-// from its front. What joins it comes to the front, and is noted; so behind the prefix that was given last
-// lies what has not been given. When that prefix left the chain, the chain is given again from its front, and
-// before it the prefix that went from the chain to the record meanwhile.
+// Why nothing is missed while the context changes between two slices: what goes from the backlog to the
+// buckets goes from where the walk begins to where it goes on. Of the buckets: a record stays among those of
+// its leading bits wherever splits move it, and everything of a bucket is taken at once. A chain is gone
+// through from its front. What joins it comes to the front, and is noted; so behind the prefix that was given
+// last lies what has not been given. When that prefix left the chain, the chain is given again from its
+// front, and before it the prefix that went from the chain to the record meanwhile.
 #pragma once
 
 #include <cstddef>
@@ -15,16 +16,12 @@
 
 namespace kvindexer {
 
-inline ContentCursor FuzzyContext::begin_walk() const {
-  ContentCursor cursor;
-  cursor.bits = table_.bits();
-  return cursor;
-}
-
 inline bool FuzzyContext::walk(ContentCursor& cursor, size_t rows_max, std::vector<ContentRow>& rows) {
   while (rows.size() < rows_max) {
     if (!cursor.chains.empty()) {
       walk_chain(cursor, rows_max, rows);
+    } else if (cursor.bits == 0) {
+      walk_backlog(cursor, rows_max - rows.size(), rows);
     } else if (cursor.step < 1u << cursor.bits) {
       walk_buckets(cursor, rows);
     } else if (!cursor.crowded_done) {
@@ -40,16 +37,32 @@ inline bool FuzzyContext::walk(ContentCursor& cursor, size_t rows_max, std::vect
   return false;
 }
 
-// All that has the leading bits of the next step: as many buckets as splits have made of it since the walk
-// began.
+inline void FuzzyContext::walk_backlog(ContentCursor& cursor, size_t visits_max,
+                                       std::vector<ContentRow>& rows) {
+  backlog_.walk(cursor.backlog, visits_max, [&](const Record& record) {
+    if (!is_doomed(record.prefix))
+      rows.push_back({.kind = ContentRow::kStored,
+                      .prefix = record.prefix,
+                      .simhash = record.simhash,
+                      .content = record.content});
+  });
+  if (backlog_.is_done(cursor.backlog)) cursor.bits = table_.bits();
+}
+
+// One bucket, or two that were one, of those with the leading bits of the step: there are as many as splits
+// have made since the walk began.
 inline void FuzzyContext::walk_buckets(ContentCursor& cursor, std::vector<ContentRow>& rows) {
   const unsigned more = table_.bits() - cursor.bits;
-  const uint32_t first = cursor.next_leading() << more;
-  for (uint32_t leading = first; leading < first + (1u << more); ++leading)
-    table_.for_buckets(leading, [&](uint32_t bucket) {
-      for (uint32_t slot = 0; slot < table_.bucket_size(bucket); ++slot)
-        walk_record(table_.record({bucket, slot}), cursor, rows);
-    });
+  const unsigned below = NearTable::kBitsMax - table_.bits();
+  const uint32_t in_step = cursor.within >> below;
+  table_.for_buckets(cursor.leading() << more | in_step, [&](uint32_t bucket) {
+    for (uint32_t slot = 0; slot < table_.bucket_size(bucket); ++slot)
+      walk_record(table_.record({bucket, slot}), cursor, rows);
+  });
+  cursor.within = (in_step + 1) << below;
+  if (cursor.within >> (NearTable::kBitsMax - cursor.bits) == 0) return;
+  cursor.within = 0;
+  ++cursor.step;
 }
 
 inline void FuzzyContext::walk_record(const Record& record, ContentCursor& cursor,

@@ -3,13 +3,22 @@
 // A content (block_size tokens) is a record in a NearTable: SimHash, content hash, prefix hash of one block
 // that has it. Further prefixes of the content are a chain (content_chains.hpp).
 //
+// Asleep, awake. Until the first question nothing is put in the tables: what is stored lies in a backlog
+// (content_backlog.hpp), at a tenth of the cost. A question first puts all of it there, in slices (`rouse`).
+// From then on the context is awake, and the backlog is short: kPendingMax blocks, which are put in the
+// tables together. When more blocks than it holds have come since the last question, it falls asleep again. A
+// content is in the backlog or in the tables, seldom in both (where its prefix went and came back), and that
+// does no harm.
+//
 // Growth. A bucket holds kRecordsPerBucket records on average: an insertion that makes them more splits the
 // next bucket, never more than a few for each that it inserts.
 //
 // Removal. Only the prefix hash is known then, and a table from prefix to record would cost 5 bytes a block
 // and a fifth of the time of an insertion. So a prefix is put down as doomed, which hides it from every
-// answer at once, and a sweep that goes round the buckets, 16 records for each removal, takes its record out:
-// never more than about an eighth of the records are doomed. Members of chains leave at once.
+// answer at once, and a sweep that goes through the backlog and round the buckets, 16 records for each
+// removal, takes its record out: never more than about an eighth of the records are doomed. Members of chains
+// leave at once. Whatever carries a doomed prefix is dead, wherever it lies; so a prefix that comes back
+// while it is doomed goes to the tables outright, which know what they have.
 //
 // Bounds. A bucket of more than kBucketRecordsMax records (thousands of blocks with nearly the same tokens)
 // takes no more: contents beyond are kept as chains without a record, which exact matches find and near ones
@@ -28,6 +37,7 @@
 #include <utility>
 #include <vector>
 
+#include "content_backlog.hpp"
 #include "content_chains.hpp"
 #include "content_hash.hpp"
 #include "content_rows.hpp"
@@ -45,16 +55,20 @@ class FuzzyContext {
   size_t block_size() const { return block_size_; }
   size_t shingle() const { return shingle_; }
   // Blocks with an entry, doomed ones too.
-  size_t size() const { return table_.size() + chains_.size(); }
+  size_t size() const { return table_.size() + chains_.size() + backlog_.size(); }
+  size_t backlog() const { return backlog_.size(); }
+  bool is_awake() const { return awake_; }
   size_t doomed() const { return doomed_[0].prefixes.size() + doomed_[1].prefixes.size(); }
   size_t crowded() const { return chains_.crowded(); }
   size_t chained() const { return chains_.size(); }
   size_t bytes() const;
 
-  // A content hash for each prefix. Those that are there already are left alone. Returns the number of new
-  // entries.
-  size_t insert(std::span<const uint64_t> prefixes, std::span<const Content> hashes);
+  // A content hash for each prefix. One that is there already may be counted twice until it is asked for.
+  void insert(std::span<const uint64_t> prefixes, std::span<const Content> hashes);
   void remove(std::span<const uint64_t> prefixes);
+
+  // Before a question: puts a slice of the backlog in the tables; true when nothing is left.
+  bool rouse();
 
   // One prefix of the content, which may be doomed, or 0.
   uint64_t find_exact(uint64_t simhash, uint64_t content);
@@ -80,7 +94,6 @@ class FuzzyContext {
 
   // -- snapshots (content_walk.hpp)
 
-  ContentCursor begin_walk() const;
   // About `rows_max` more rows, without their context; true when there are no more.
   bool walk(ContentCursor& cursor, size_t rows_max, std::vector<ContentRow>& rows);
   // A prefix of a content whose other prefixes are there: behind one of them, if that lies in its chain. Does
@@ -97,6 +110,11 @@ class FuzzyContext {
   static constexpr size_t kVisitsPerRemoval = 16;
   static constexpr size_t kInsertionsPerSplit = 4;  // at the least
   static constexpr size_t kSplitsMin = 8;           // together they are cheaper than one by one
+  static constexpr size_t kPendingMax = 1'024;      // of an awake context
+  static constexpr size_t kUnaskedMin = 65'536;
+  static constexpr size_t kDrainsPerSlice = 4;
+  static constexpr size_t kSplitsPerSlice = 2'048;
+  static constexpr size_t kSpreadPerSlice = 16'384;
   static constexpr size_t kBatch = 128;
   static constexpr size_t kLag = 6;
 
@@ -127,15 +145,19 @@ class FuzzyContext {
 
   bool is_doomed(uint64_t prefix) { return doomed_[0].contains(prefix) || doomed_[1].contains(prefix); }
   bool revive(uint64_t prefix);
-  bool insert_block(uint64_t prefix, const Content& hash, const NearTable::Spot& spot);
+  void drain();
+  void put(std::span<const Record> records);
+  void put_block(const Record& record, const NearTable::Spot& spot);
   std::optional<Record> survivor_of(const Record& record);
 
   // The prefix of the content's record, which may be doomed, or 0.
   uint64_t recorded(uint64_t simhash, uint64_t content) const;
+  void walk_backlog(ContentCursor& cursor, size_t visits_max, std::vector<ContentRow>& rows);
   void walk_record(const Record& record, ContentCursor& cursor, std::vector<ContentRow>& rows);
   void walk_buckets(ContentCursor& cursor, std::vector<ContentRow>& rows);
   void walk_chain(ContentCursor& cursor, size_t rows_max, std::vector<ContentRow>& rows);
 
+  size_t splits_for(size_t records) const;
   void grow(size_t insertions);
   void sweep(size_t visits_max);
   void sweep_bucket(uint32_t bucket);
@@ -143,19 +165,26 @@ class FuzzyContext {
   size_t block_size_;
   size_t shingle_;
   const NearScans* scans_;
+  bool awake_ = false;
+  size_t unasked_ = 0;  // blocks that came since the last question
+  ContentBacklog backlog_;
   NearTable table_;
   uint64_t version_ = 0;
   unsigned bits_early_ = 0;  // a bucket was full: grow early up to so many bits, that may spread its records
   ContentChains chains_;
   // [0]: the pass of the sweep that is under way sees all of their records; [1]: the next one will.
   std::array<Doom, 2> doomed_;
-  uint32_t cursor_ = 0;  // of the sweep: the leading kBitsMax bits of chunk A where it stands
+  // Where the sweep stands: in the backlog, then at these leading kBitsMax bits of chunk A.
+  ContentBacklog::Cursor backlog_cursor_;
+  uint32_t cursor_ = 0;
+  std::vector<Record> batch_, sorted_;  // of `drain`, and what comes back doomed
   std::vector<Pages> trash_;
   bool released_ = false;  // it is taken apart
 };
 
 inline size_t FuzzyContext::bytes() const {
-  size_t bytes = table_.bytes() + chains_.bytes();
+  size_t bytes = backlog_.bytes() + table_.bytes() + chains_.bytes();
+  bytes += (batch_.capacity() + sorted_.capacity()) * sizeof(Record);
   for (const Doom& doomed : doomed_)
     bytes += doomed.prefixes.bytes() + doomed.bitmap.capacity() * sizeof(uint64_t);
   for (const Pages& pages : trash_) bytes += pages.bytes();
@@ -164,58 +193,110 @@ inline size_t FuzzyContext::bytes() const {
 
 // -- insertion
 
-// What a block needs is fetched from memory, step by step, some blocks ahead.
-inline size_t FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span<const Content> hashes) {
+inline void FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span<const Content> hashes) {
   ++version_;
-  size_t added = 0;
-  std::array<NearTable::Spot, kBatch> spots;
-  for (size_t begin = 0; begin < prefixes.size(); begin += kBatch) {
-    const size_t count = std::min(kBatch, prefixes.size() - begin);
-    for (size_t i = 0; i < count + 3 * kLag; ++i) {
-      if (i < count) {
-        spots[i] = table_.spot_of(hashes[begin + i].simhash);
-        table_.prefetch_spot(spots[i]);
-      }
-      if (i >= kLag && i - kLag < count) table_.prefetch_tail(spots[i - kLag]);
-      if (i >= 2 * kLag && i - 2 * kLag < count) table_.prefetch_more_words(spots[i - 2 * kLag]);
-      if (i < 3 * kLag) continue;
-      const size_t block = i - 3 * kLag;
-      added += insert_block(prefixes[begin + block], hashes[begin + block], spots[block]);
-    }
-    grow(count);
+  batch_.clear();
+  const bool any_doomed = doomed() != 0;
+  for (size_t i = 0; i < prefixes.size(); ++i) {
+    if (prefixes[i] == 0) continue;
+    const Record record{hashes[i].simhash, hashes[i].hash, prefixes[i]};
+    if (any_doomed && is_doomed(record.prefix))
+      batch_.push_back(record);
+    else
+      backlog_.add(record);
   }
-  return added;
+  if (!batch_.empty()) put(batch_);
+  unasked_ += prefixes.size();
+  if (unasked_ > std::max(size(), kUnaskedMin)) awake_ = false;
+  // Once, or as much as came: should whoever asked have gone before all was roused, that is done bit by bit.
+  for (size_t drained = 0; awake_ && backlog_.size() >= kPendingMax && drained <= prefixes.size();
+       drained += kPendingMax)
+    drain();
 }
 
-inline bool FuzzyContext::insert_block(uint64_t prefix, const Content& hash, const NearTable::Spot& spot) {
-  const auto [simhash, content] = hash;
-  if (prefix == 0) return false;
-  const bool revived = doomed() != 0 && revive(prefix);  // its record, if any, is found below
+inline bool FuzzyContext::rouse() {
+  awake_ = true;
+  unasked_ = 0;
+  if (backlog_.size() == 0) return true;
+  ++version_;
+  size_t splits = splits_for(table_.size() + backlog_.size());
+  if (splits != 0 && table_.size() < table_.buckets()) {  // now they are cheap, there is little to be moved
+    table_.split(std::min(splits, kSplitsPerSlice));
+    if (splits > kSplitsPerSlice) return false;
+    splits = 0;
+  }
+  if (!backlog_.is_spread()) {
+    backlog_.spread(kSpreadPerSlice);
+    return false;
+  }
+  for (size_t drains = splits == 0 ? kDrainsPerSlice : 1; drains > 0 && backlog_.size() != 0; --drains)
+    drain();
+  return backlog_.size() == 0;
+}
+
+// Puts some kPendingMax of the backlog in the tables, roughly in the order of table A.
+inline void FuzzyContext::drain() {
+  constexpr unsigned kSortBits = 11;
+  batch_.clear();
+  const unsigned alike = backlog_.take(kPendingMax, batch_);
+  const auto digit = [alike](const Record& record) { return record.simhash << alike >> (64 - kSortBits); };
+  std::array<uint32_t, 1u << kSortBits> begins{};
+  for (const Record& record : batch_) ++begins[digit(record)];
+  uint32_t begin = 0;
+  for (uint32_t& count : begins) begin += std::exchange(count, begin);
+  sorted_.resize(batch_.size());
+  for (const Record& record : batch_) sorted_[begins[digit(record)]++] = record;
+  if (doomed() != 0)
+    std::erase_if(sorted_, [this](const Record& record) { return is_doomed(record.prefix); });
+  put(sorted_);
+}
+
+// What a block needs is fetched from memory, step by step, some blocks ahead.
+inline void FuzzyContext::put(std::span<const Record> records) {
+  std::array<NearTable::Spot, kBatch> spots;
+  for (size_t begin = 0; begin < records.size(); begin += kBatch) {
+    const std::span<const Record> batch = records.subspan(begin, std::min(kBatch, records.size() - begin));
+    for (size_t i = 0; i < batch.size() + 3 * kLag; ++i) {
+      if (i < batch.size()) {
+        spots[i] = table_.spot_of(batch[i].simhash);
+        table_.prefetch_spot(spots[i]);
+      }
+      if (i >= kLag && i - kLag < batch.size()) table_.prefetch_tail(spots[i - kLag]);
+      if (i >= 2 * kLag && i - 2 * kLag < batch.size()) table_.prefetch_more_words(spots[i - 2 * kLag]);
+      if (i >= 3 * kLag) put_block(batch[i - 3 * kLag], spots[i - 3 * kLag]);
+    }
+    grow(batch.size());
+  }
+}
+
+inline void FuzzyContext::put_block(const Record& record, const NearTable::Spot& spot) {
+  if (doomed() != 0) revive(record.prefix);  // its record, if any, is found below
   std::optional<RecordPlace> place;
-  if (table_.may_contain(spot)) place = table_.find(simhash, content);
+  if (table_.may_contain(spot)) place = table_.find(record.simhash, record.content);
   if (place) {
-    if (table_.prefix(*place) == prefix) return revived;
-    if (chains_.contains(prefix)) return false;
-    chains_.add(content, prefix, false);
-    return true;
+    if (table_.prefix(*place) == record.prefix || chains_.contains(record.prefix)) return;
+    chains_.add(record.content, record.prefix, false);
+    return;
   }
   const bool full = spot.bucket->size >= kBucketRecordsMax;
   if (full) bits_early_ = table_.bits() + 1;
-  if (full || (chains_.crowded() != 0 && chains_.first(content) != 0)) {
-    if (chains_.contains(prefix)) return false;
-    chains_.add(content, prefix, true);
-    return true;
+  if (full || (chains_.crowded() != 0 && chains_.first(record.content) != 0)) {
+    if (!chains_.contains(record.prefix)) chains_.add(record.content, record.prefix, true);
+    return;
   }
-  table_.insert({simhash, content, prefix}, spot);
-  return true;
+  table_.insert(record, spot);
+}
+
+// How many are due for so many records; some at a time, or none.
+inline size_t FuzzyContext::splits_for(size_t records) const {
+  if (table_.bits() == NearTable::kBitsMax) return 0;
+  const size_t load = table_.bits() < bits_early_ ? kRecordsPerBucketCrowded : kRecordsPerBucket;
+  return records < load * (table_.buckets() + kSplitsMin) ? 0 : records / load - table_.buckets();
 }
 
 inline void FuzzyContext::grow(size_t insertions) {
-  if (table_.bits() == NearTable::kBitsMax) return;
-  const size_t load = table_.bits() < bits_early_ ? kRecordsPerBucketCrowded : kRecordsPerBucket;
-  if (table_.size() < load * (table_.buckets() + kSplitsMin)) return;
-  const size_t splits = table_.size() / load - table_.buckets();
-  table_.split(std::min(splits, kSplitsMin + insertions / kInsertionsPerSplit));
+  if (const size_t splits = splits_for(table_.size()))
+    table_.split(std::min(splits, kSplitsMin + insertions / kInsertionsPerSplit));
 }
 
 // -- removal
@@ -224,11 +305,10 @@ inline void FuzzyContext::remove(std::span<const uint64_t> prefixes) {
   ++version_;
   for (const uint64_t prefix : prefixes) {
     if (prefix == 0) continue;
-    if (chains_.contains(prefix)) {
-      chains_.remove(prefix);
-    } else if (!is_doomed(prefix)) {
-      doomed_[1].add(prefix, size());
-    }
+    const bool chained = chains_.contains(prefix);
+    if (chained) chains_.remove(prefix);
+    if (chained && backlog_.size() == 0) continue;
+    if (!is_doomed(prefix)) doomed_[1].add(prefix, size());
   }
   sweep(prefixes.size() * kVisitsPerRemoval);
 }
@@ -248,17 +328,22 @@ inline bool FuzzyContext::revive(uint64_t prefix) {
 // nothing.
 inline std::optional<Record> FuzzyContext::survivor_of(const Record& record) {
   if (!is_doomed(record.prefix)) return record;
-  revive(record.prefix);  // no other record has it
   const uint64_t heir = chains_.first(record.content);
   if (heir == 0) return std::nullopt;
   chains_.remove(heir);
   return Record{record.simhash, record.content, heir};
 }
 
-// In the order of chunk A, which splits do not change: whatever is split meanwhile, a pass sees every record.
+// The backlog, then the buckets in the order of chunk A, which splits do not change: whatever is split or put
+// in the tables meanwhile, a pass sees every record.
 inline void FuzzyContext::sweep(size_t visits_max) {
   for (size_t visits = 0; visits < visits_max && doomed() != 0;) {
-    if (cursor_ == 0 && doomed_[0].prefixes.size() == 0) std::swap(doomed_[0], doomed_[1]);
+    if (backlog_cursor_.is_at_start() && doomed_[0].prefixes.size() == 0) std::swap(doomed_[0], doomed_[1]);
+    if (!backlog_.is_done(backlog_cursor_)) {
+      visits += backlog_.sweep(backlog_cursor_, visits_max - visits,
+                               [this](uint64_t prefix) { return is_doomed(prefix); });
+      continue;
+    }
     const unsigned below = NearTable::kBitsMax - table_.bits();
     const uint32_t leading = cursor_ >> below;
     const uint32_t ahead = (leading + 2) & ((1u << table_.bits()) - 1);
@@ -270,7 +355,8 @@ inline void FuzzyContext::sweep(size_t visits_max) {
     cursor_ = (leading + 1) << below;
     if (cursor_ >> NearTable::kBitsMax == 0) continue;
     cursor_ = 0;
-    doomed_[0].prefixes = {};  // never were there, or have been revived
+    backlog_cursor_ = {};
+    doomed_[0].prefixes = {};
   }
 }
 
@@ -313,11 +399,22 @@ inline std::vector<uint64_t> FuzzyContext::prefixes() {
       }
     });
   chains_.for_each([&](uint64_t prefix) { found.push_back(prefix); });
+  std::sort(found.begin(), found.end());
+  std::vector<uint64_t> waiting;
+  ContentBacklog::Cursor cursor;
+  backlog_.walk(cursor, SIZE_MAX, [&](const Record& record) {
+    if (!is_doomed(record.prefix) && !std::binary_search(found.begin(), found.end(), record.prefix))
+      waiting.push_back(record.prefix);
+  });
+  found.insert(found.end(), waiting.begin(), waiting.end());
   return found;
 }
 
 inline bool FuzzyContext::dismantle() {
-  if (!std::exchange(released_, true)) table_.release_into(trash_);
+  if (!std::exchange(released_, true)) {
+    table_.release_into(trash_);
+    backlog_.release_into(trash_);
+  }
   if (!trash_.empty()) {
     trash_.pop_back();
     return false;

@@ -41,6 +41,8 @@ struct FuzzyStatistics {
   uint64_t contexts = 0;
   uint64_t blocks = 0;   // entries, doomed ones too
   uint64_t chained = 0;  // of them: beyond the first with their content
+  uint64_t backlog = 0;  // of them: not in the tables yet
+  uint64_t asleep = 0;   // contexts that are not asked
   uint64_t doomed = 0;   // removed, not swept yet
   uint64_t crowded = 0;  // contents that near matches do not find
   uint64_t bytes = 0;
@@ -72,17 +74,20 @@ class FuzzyIndex {
   size_t block_size(uint32_t id) const { return contexts_.at(id)->block_size(); }
 
   // What `insert` wants to know of blocks, from their tokens.
+  void hash(uint32_t id, const uint8_t* tokens, std::span<Content> out) const {
+    content_hashes(tokens, out.size(), block_size(id), shingle_, out.data());
+  }
   std::vector<Content> hashes(uint32_t id, const uint8_t* tokens, size_t blocks) const {
     std::vector<Content> found(blocks);
-    content_hashes(tokens, blocks, block_size(id), shingle_, found.data());
+    hash(id, tokens, found);
     return found;
   }
   // See FuzzyContext::insert.
-  size_t insert(uint32_t id, std::span<const uint64_t> prefixes, std::span<const Content> hashes) {
+  void insert(uint32_t id, std::span<const uint64_t> prefixes, std::span<const Content> hashes) {
     bury();
     if (is_noting_)
       for (size_t i = 0; i < prefixes.size(); ++i) note_stored(id, prefixes[i], hashes[i]);
-    return contexts_.at(id)->insert(prefixes, hashes);
+    contexts_.at(id)->insert(prefixes, hashes);
   }
   void remove(uint32_t id, std::span<const uint64_t> prefixes) {
     bury();
@@ -95,7 +100,8 @@ class FuzzyIndex {
   std::vector<uint64_t> prefixes(uint32_t id) { return contexts_.at(id)->prefixes(); }
 
   // Of the windows from `window` on; `window` becomes the next one, that behind the last at the end. Stops
-  // behind `windows_max` windows or about as many matches.
+  // behind `windows_max` windows or about as many matches; and before the first while the context is roused,
+  // which takes some slices.
   std::vector<FuzzyMatch> exact(uint32_t id, const uint8_t* tokens, size_t count, size_t matches_max,
                                 size_t& window, size_t windows_max);
   static std::vector<uint32_t> select(std::span<const uint32_t> weights, size_t block_size);
@@ -171,11 +177,11 @@ class FuzzyIndex {
 // What lies near the windows of a prompt at given offsets, found in slices between which the index may
 // change.
 //
-// What is stored when the first slice begins and is still there when its window's matches are taken is among
+// What is stored when the first slices begin and is still there when its window's matches are taken is among
 // them, unless `matches_max` leaves it out; nothing is that is not stored then. What comes meanwhile may be.
 class NearQuery {
  public:
-  // Offsets are such that offset + block_size <= count.
+  // Offsets are such that offset + block_size <= count. Throws std::invalid_argument beyond kQueriesMax.
   NearQuery(FuzzyIndex& index, uint32_t id, const uint8_t* tokens, size_t count,
             std::vector<uint32_t> offsets, unsigned distance_max, size_t matches_max);
   NearQuery(const NearQuery&) = delete;
@@ -203,8 +209,9 @@ class NearQuery {
   std::vector<uint64_t> simhashes_, contents_;
   std::vector<std::vector<FuzzyIndex::Near>> found_;  // by window
   std::unique_ptr<NearSearch> search_;
-  uint64_t version_ = 0;
-  size_t taken_ = 0;  // windows
+  bool is_roused_ = false;
+  uint64_t version_ = 0;  // when it was
+  size_t taken_ = 0;      // windows
 };
 
 inline std::vector<FuzzyMatch> FuzzyIndex::exact(uint32_t id, const uint8_t* tokens, size_t count,
@@ -213,7 +220,7 @@ inline std::vector<FuzzyMatch> FuzzyIndex::exact(uint32_t id, const uint8_t* tok
   FuzzyContext& context = *contexts_.at(id);
   const size_t block_size = context.block_size();
   std::vector<FuzzyMatch> matches;
-  if (window + block_size > count) return matches;
+  if (window + block_size > count || (window == 0 && !context.rouse())) return matches;
   const size_t first = window;
   const size_t windows = std::min(windows_max, count - block_size + 1 - first);
   const std::vector<uint64_t> simhashes =
@@ -239,12 +246,12 @@ inline NearQuery::NearQuery(FuzzyIndex& index, uint32_t id, const uint8_t* token
       matches_max_(matches_max),
       contents_(offsets_.size()),
       found_(offsets_.size()) {
+  if (offsets_.size() > kQueriesMax) throw std::invalid_argument("more windows than a search takes");
   const FuzzyContext& context = *index.contexts_.at(id);
   simhashes_ = simhashes(tokens, count, context.block_size());
   for (size_t i = 0; i < offsets_.size(); ++i)
     contents_[i] = xxh64(tokens + 4 * size_t{offsets_[i]}, context.block_size() * 4, 0);
   search_ = std::make_unique<NearSearch>(simhashes_, distance_max, context.scans());
-  version_ = context.version();
 }
 
 inline std::vector<uint64_t> NearQuery::simhashes(const uint8_t* tokens, size_t count,
@@ -261,8 +268,14 @@ inline std::vector<uint64_t> NearQuery::simhashes(const uint8_t* tokens, size_t 
 }
 
 inline bool NearQuery::step(size_t work_max) {
-  const FuzzyContext* const from = context();
+  FuzzyContext* const from = context();
   if (from == nullptr) return true;
+  if (!is_roused_) {
+    const bool was_awake = from->backlog() == 0;
+    is_roused_ = from->rouse();
+    version_ = from->version();
+    if (!was_awake) return false;
+  }
   return from->search(*search_, work_max, [&](uint32_t window, unsigned distance, const Record& record) {
     std::vector<FuzzyIndex::Near>& list = found_[window];
     list.push_back(
@@ -356,6 +369,8 @@ inline FuzzyStatistics FuzzyIndex::statistics() const {
   for (const auto& [id, context] : contexts_) {
     now.blocks += context->size();
     now.chained += context->chained();
+    now.backlog += context->backlog();
+    now.asleep += context->is_awake() ? 0 : 1;
     now.doomed += context->doomed();
     now.crowded += context->crowded();
     now.bytes += context->bytes();
@@ -368,7 +383,7 @@ inline FuzzyStatistics FuzzyIndex::statistics() const {
 
 inline void FuzzyIndex::begin_walk() {
   walking_.clear();
-  for (const auto& [id, context] : contexts_) walking_.emplace(id, context->begin_walk());
+  for (const auto& [id, context] : contexts_) walking_.emplace(id, ContentCursor{});
 }
 
 inline bool FuzzyIndex::walk(size_t rows_max, std::vector<ContentRow>& rows) {

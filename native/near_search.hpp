@@ -33,6 +33,7 @@ class NearSearch {
         region_bits_(queries.size() < kQueriesSorted ? 0 : kRegionBits),
         keys_(queries.size()),
         words_(queries.size()) {
+    assert(queries.size() <= kQueriesMax);
     assert(distance_max <= kNearDistanceMax && "beyond distance 8 the radii would have to be larger than 2");
   }
 

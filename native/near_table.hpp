@@ -40,6 +40,7 @@
 #include <vector>
 
 #include "near_nodes.hpp"
+#include "near_scans.hpp"
 #include "visit_plan.hpp"
 
 namespace kvindexer {
@@ -483,6 +484,8 @@ inline void NearTable::split_records() {
   }
   for (uint32_t index = (whole.size + 7) / 8; index-- > 0;) drop_node(whole, index);
   whole = Bucket{};
+  levels_[1]
+      .buckets()[2 * size_t{frontier_}] = {};  // so that a page is touched here, and not by many insertions
   for (const Record& record : taken_records_)
     append(levels_[1].buckets()[chunk(0, record.simhash, bits_ + 1)], record);
 }
@@ -540,6 +543,7 @@ inline void NearTable::rewrite_words(unsigned table) {
   const size_t words = taken_words_.size();
   taken_words_.erase(std::unique(taken_words_.begin(), taken_words_.end()), taken_words_.end());
   WordNode* const halves = levels_[1].words(table) + 2 * size_t{frontier_};
+  halves[0] = halves[1] = WordNode{};
   const WordLayout& layout = layout_of(bits_);
   const uint32_t own_mask = (1u << layout.own()) - 1, third_mask = (1u << layout.third()) - 1;
   const auto bits_at = [](unsigned of_chunk, unsigned bits,

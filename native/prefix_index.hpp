@@ -30,6 +30,7 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
@@ -87,8 +88,9 @@ struct SlotRow {  // a living slot
   uint32_t context, slot, source, tier, group;
   uint64_t blocks, digest;
 };
-struct SlotMap {  // of the contexts and slots of a snapshot, to those of this index
+struct SlotMap {  // of the contexts, slots and owners of a snapshot, to those of this index
   std::map<uint32_t, uint32_t> contexts;
+  std::unordered_map<uint32_t, uint32_t> owners;
   std::map<std::pair<uint32_t, uint32_t>, uint32_t> slots;  // (context, slot) of the snapshot -> slot
 };
 struct Aging {  // from a snapshot's ticks to these
@@ -189,6 +191,9 @@ class PrefixIndex {
   std::vector<Place> holders(uint32_t context, uint64_t prefix, Tick now);
   // Every (source, owner) of each of the prefixes, in their order; a source of several slots may come again.
   std::vector<Holding> holdings(uint32_t context, std::span<const uint64_t> prefixes, Tick now);
+  // Every owner of each of the prefixes in one slot: (its place in the question, owner).
+  std::vector<std::pair<uint32_t, uint32_t>> owners_at(uint32_t context, const Place& place,
+                                                       std::span<const uint64_t> prefixes);
   // The prefix that the place holds in this context under that name; none when it holds none.
   std::optional<uint64_t> prefix_of(uint32_t context, const Place& place, uint64_t engine_hash, Tick now);
   // About `names_max` of what all slots hold, from `cursor` on (0 at first) in an order of the table's own;
@@ -202,12 +207,14 @@ class PrefixIndex {
 
   // -- snapshots (prefix_index_snapshot.cpp says how)
 
-  // begin, names until done, contents until done, changes until few are left, and at one instant: the last
-  // changes and contents, and `slots`.
+  // begin, names until done, contents until done, claims until done, changes until few are left, and at one
+  // instant: the last changes, contents and claims, `slots`, and whatever says who the living owners are.
   void export_begin();
   std::vector<uint8_t> export_names(size_t names_max, bool& done);
   std::vector<uint8_t> export_changes(size_t keys_max, size_t& keys_left);
   std::vector<uint8_t> export_contents(size_t rows_max, bool& done);
+  // Done: with this frame, what was claimed until now is written.
+  std::vector<uint8_t> export_claims(size_t claims_max, bool& done);
   // Whether the contents, if there are any, are those of the instant of the last frame.
   bool has_whole_contents() const {
     return contents_.index() != nullptr && contents_.index()->export_is_whole();
@@ -216,10 +223,15 @@ class PrefixIndex {
   // The frames of a snapshot in their order, into slots that were made for it and hold nothing. False: not a
   // frame, and what of it was read has been taken in.
   uint32_t import_slot(uint32_t context, const Place& place);
-  void import_expect(size_t other_names) { other_names_.reserve(other_names); }
+  // Guesses of what is coming.
+  void import_expect(uint32_t context, size_t entries) { contexts_.at(context)->prefixes.reserve(entries); }
+  void import_expect_names(size_t entries, size_t other_names) {
+    names_.reserve(entries);
+    other_names_.reserve(other_names);
+  }
   bool import_frame(std::span<const uint8_t> frame, const SlotMap& slots, const Aging& aging,
                     bool takes_contents);
-  // Behind the last frame, until it says true: of the contents, what belongs to an entry stays.
+  // Behind the last frame, until it says true: of the claims and contents, what belongs to an entry stays.
   bool import_settle(size_t rows_max);
 
   // -- time
@@ -262,6 +274,15 @@ class PrefixIndex {
     std::unordered_map<uint32_t, uint32_t> renamed = {};  // slot of the snapshot -> slot
     uint64_t blocks = 0, digest = 0;
   };
+  struct ImportedClaim {  // of a snapshot that is being read
+    uint64_t prefix;
+    uint32_t context, slot;
+    uint32_t owner;  // 0: what came before of this prefix is void
+  };
+  struct ClaimCursor {  // of a walk through the claims of all contexts
+    uint32_t context = 0;
+    uint64_t key = 0;
+  };
   struct Frame {  // blocks on their way into a slot, one after the other
     Place place;
     std::span<const uint64_t> engine_hashes = {}, prefixes = {};
@@ -302,7 +323,7 @@ class PrefixIndex {
     BlockId near = kNoBlock;  // the record whose name was removed last
     int32_t step = 0;         // from the record before to that one, when they are neighbours
     Context* context = nullptr;
-    std::optional<uint32_t> slot = {};  // of the place in `context`
+    std::optional<uint32_t> slot = {};  // of the place in `context`, where there is one
   };
   enum class Stage { kGraveyard, kRecords, kMarks, kClaims, kOtherNames, kCopies, kAliases };
 
@@ -417,6 +438,8 @@ class PrefixIndex {
   std::vector<uint8_t> frame_of(std::span<const uint64_t> void_keys, std::span<const ListedName> found);
   void disown_all(uint64_t key, Tick now);
   bool import_contents(FrameReader& in, const SlotMap& slots, bool taken);
+  bool import_claims(FrameReader& in, const SlotMap& slots);
+  void settle_claims(size_t claims_max);
   bool import_names(FrameReader& in, std::vector<Imported>& sets, const Aging& aging);
   void import_name(uint64_t key, uint64_t prefix, Tick last_seen, Imported& set, BlockId& before);
 
@@ -469,6 +492,9 @@ class PrefixIndex {
   NameCursor export_cursor_;
   SegmentedTable<Touched> touched_;
   std::vector<std::pair<uint32_t, uint64_t>> gone_;  // (context, prefix) since the last frame
+  ClaimCursor claim_cursor_;
+  std::deque<ImportedClaim> imported_claims_;           // until the names are all there
+  std::unordered_map<uint32_t, size_t> claims_coming_;  // of those, by context
 };
 
 template <class Visit>

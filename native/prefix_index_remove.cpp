@@ -153,8 +153,9 @@ void PrefixIndex::find_targets(Removal& removal, uint64_t key) {
   const auto consider = [&](const Naming& name) {
     const SetId owners = owners_of(name);
     if (removal.context == nullptr || removal.context->id != sets_.context(owners)) {
-      removal.context = find_context(sets_.context(owners));  // null: it was dropped, and not swept yet
-      removal.slot = removal.context == nullptr ? std::nullopt : removal.context->find_slot(removal.place);
+      removal.context = find_context(sets_.context(owners));
+      removal.slot.reset();
+      if (removal.context != nullptr) removal.slot = removal.context->find_slot(removal.place);
     }
     if (removal.slot && sets_.contains(owners, *removal.slot))
       targets_.push_back({removal.context, *removal.slot, name});

@@ -17,9 +17,12 @@
 //   count, then (name u32, slot u32, copies u64)    names with more than one copy; copies beyond the first
 // or, where there is a fuzzy index, of its contents (content_rows.hpp):
 //   kContents, count, then columns: context u32, kind u32, prefix u64, simhash u64, content u64
+// or of its claims (claims.hpp):
+//   kClaims, count, then (context u32, prefix u64)  prefixes of whose claims only what follows is true
+//   count, then columns: context u32, slot u32, owner u32, prefix u64
 // A content may come before the names of its prefix, and a prefix may go and come back while the frames are
 // read. So contents are put together on their own, and when all is read, those stay whose prefix is there.
-//
+// Claims wait until then, and are taken in one after the other where their slot holds their prefix.
 #include <algorithm>
 #include <unordered_map>
 
@@ -30,6 +33,7 @@ namespace kvindexer {
 
 namespace {
 constexpr uint32_t kContents = 0xFFFFFFFF;  // no frame has so many prefixes that are gone
+constexpr uint32_t kClaims = 0xFFFFFFFE;    // nor so many
 constexpr uint32_t kNoContext = 0;          // contexts are numbered from 1
 }  // namespace
 
@@ -38,12 +42,15 @@ void PrefixIndex::export_begin() {
   export_cursor_ = {};
   touched_ = {};
   gone_.clear();
+  claim_cursor_ = {};
+  owners_.begin_notes();
 }
 
 void PrefixIndex::export_end() {
   exporting_ = false;
   touched_ = {};
   gone_ = {};
+  owners_.end_notes();
   if (contents_.index() != nullptr) contents_.index()->export_end();
 }
 
@@ -63,6 +70,68 @@ std::vector<uint8_t> PrefixIndex::export_contents(size_t rows_max, bool& done) {
   for (const ContentRow& row : rows) out.u64(row.simhash);
   for (const ContentRow& row : rows) out.u64(row.content);
   return out.bytes();
+}
+
+std::vector<uint8_t> PrefixIndex::export_claims(size_t claims_max, bool& done) {
+  struct Row {
+    uint32_t context, slot, owner;
+    uint64_t prefix;
+  };
+  std::vector<std::pair<uint32_t, uint64_t>> voids;
+  std::vector<Row> rows;
+  const auto list = [&](const Context& context, const Claim& claim) {
+    if (context.slots[claim.slot].live && owners_.is_live(claim))
+      rows.push_back({context.id, claim.slot, claim.owner, claim.key});
+  };
+  std::unordered_map<const ClaimTable*, Context*> of_table;
+  for (const auto& [id, context] : contexts_) of_table.emplace(&context->claims, context.get());
+  const size_t notes_left = owners_.take_notes(claims_max, [&](const ClaimNote& note) {
+    const auto found = of_table.find(note.table);
+    if (found == of_table.end()) return;  // the context is gone
+    Context& context = *found->second;
+    voids.emplace_back(context.id, note.key);
+    for (const Claim* at = context.claims.find(note.key); at != nullptr; at = ClaimTable::next_equal(at))
+      list(context, *at);
+  });
+  size_t walked = 0;
+  auto at = contexts_.lower_bound(claim_cursor_.context);
+  for (; at != contexts_.end() && walked < claims_max; ++at) {
+    if (at->first != claim_cursor_.context) claim_cursor_ = {at->first, 0};
+    const bool is_over = at->second->claims.walk(claim_cursor_.key, [&](const Claim& claim) {
+      list(*at->second, claim);
+      return ++walked < claims_max;
+    });
+    if (!is_over) break;
+    claim_cursor_ = {at->first + 1, 0};
+  }
+  done = at == contexts_.end() && notes_left == 0;
+
+  FrameWriter out;
+  out.u32(kClaims);
+  out.u32(static_cast<uint32_t>(voids.size()));
+  for (const auto& [context, prefix] : voids) {
+    out.u32(context);
+    out.u64(prefix);
+  }
+  out.u32(static_cast<uint32_t>(rows.size()));
+  for (const Row& row : rows) out.u32(row.context);
+  for (const Row& row : rows) out.u32(row.slot);
+  for (const Row& row : rows) out.u32(row.owner);
+  for (const Row& row : rows) out.u64(row.prefix);
+  return out.bytes();
+}
+
+std::vector<std::pair<uint32_t, uint32_t>> PrefixIndex::owners_at(uint32_t id, const Place& place,
+                                                                  std::span<const uint64_t> prefixes) {
+  std::vector<std::pair<uint32_t, uint32_t>> found;
+  Context* const context = find_context(id);
+  if (context == nullptr || context->claims.size() == 0) return found;
+  const std::optional<uint32_t> slot = context->find_slot(place);
+  if (!slot) return found;
+  for (uint32_t i = 0; i < prefixes.size(); ++i)
+    for (const Claim* at = context->claims.find(prefixes[i]); at != nullptr; at = ClaimTable::next_equal(at))
+      if (at->slot == *slot && owners_.is_live(*at)) found.emplace_back(i, at->owner);
+  return found;
 }
 
 PrefixIndex::ListedName PrefixIndex::listed(const OtherName& name) const {
@@ -189,7 +258,9 @@ uint32_t PrefixIndex::import_slot(uint32_t context, const Place& place) {
 bool PrefixIndex::import_frame(std::span<const uint8_t> bytes, const SlotMap& slots, const Aging& aging,
                                bool takes_contents) {
   FrameReader in(bytes);
-  if (FrameReader(bytes).u32() == kContents) return import_contents(in, slots, takes_contents);
+  const uint32_t kind = FrameReader(bytes).u32();
+  if (kind == kContents) return import_contents(in, slots, takes_contents);
+  if (kind == kClaims) return import_claims(in, slots);
   for (size_t left = in.count(12); left != 0; --left) {
     const uint32_t old_context = in.u32();
     const uint64_t prefix = in.u64();
@@ -244,8 +315,71 @@ bool PrefixIndex::import_contents(FrameReader& in, const SlotMap& slots, bool ta
   return true;
 }
 
+bool PrefixIndex::import_claims(FrameReader& in, const SlotMap& slots) {
+  in.u32();
+  std::vector<ImportedClaim> found;
+  for (size_t left = in.count(12); left != 0; --left) {
+    const auto context = slots.contexts.find(in.u32());
+    const uint64_t prefix = in.u64();
+    if (context != slots.contexts.end()) found.push_back({prefix, context->second, 0, 0});
+  }
+  const size_t voids = found.size();
+  struct Row {
+    uint32_t context, slot, owner;
+  };
+  std::vector<Row> rows(in.count(20));
+  for (Row& row : rows) row.context = in.u32();
+  for (Row& row : rows) row.slot = in.u32();
+  for (Row& row : rows) row.owner = in.u32();
+  for (const Row& row : rows) {
+    const uint64_t prefix = in.u64();
+    const auto slot = slots.slots.find({row.context, row.slot});
+    const auto owner = slots.owners.find(row.owner);
+    if (slot == slots.slots.end() || owner == slots.owners.end()) continue;
+    found.push_back({prefix, slots.contexts.at(row.context), slot->second, owner->second});
+  }
+  if (!in.is_whole() || !in.is_at_end()) return false;
+  if (contents_.index() == nullptr) return true;  // where nobody could ask, nobody claims anything
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (i >= voids && imported_claims_.size() >= 2 * limits_.claims_max) {
+      owners_.refuse();
+      continue;
+    }
+    imported_claims_.push_back(found[i]);
+    ++claims_coming_[found[i].context];
+  }
+  return true;
+}
+
+// In the order in which they were written: what is void goes before what is true of it comes.
+void PrefixIndex::settle_claims(size_t claims_max) {
+  for (const auto& [id, claims] : std::exchange(claims_coming_, {}))  // they come in key order
+    if (Context* const context = find_context(id)) context->claims.reserve(claims);
+  for (; claims_max != 0 && !imported_claims_.empty(); --claims_max, imported_claims_.pop_front()) {
+    if (imported_claims_.size() > kAhead) {
+      const ImportedClaim& ahead = imported_claims_[kAhead];
+      if (const Context* const context = find_context(ahead.context))
+        context->prefixes.prefetch(ahead.prefix);
+    }
+    const ImportedClaim& claim = imported_claims_.front();
+    Context* const context = find_context(claim.context);
+    if (context == nullptr || !contents_.takes(context->id)) continue;
+    if (claim.owner == 0) {
+      owners_.drop(context->claims, claim.prefix);
+      continue;
+    }
+    const BlockId id = context->prefixes.find(claim.prefix);
+    if (id != kNoBlock && context->slots[claim.slot].live && sets_.contains(pool_[id].holders, claim.slot))
+      owners_.claim(context->claims, claim.prefix, claim.slot, claim.owner);
+  }
+}
+
 bool PrefixIndex::import_settle(size_t rows_max) {
   if (contents_.index() == nullptr) return true;
+  if (!imported_claims_.empty()) {
+    settle_claims(rows_max);
+    return false;
+  }
   return contents_.index()->import_settle(rows_max, [this](uint32_t id, uint64_t prefix) {
     const Context* const context = find_context(id);
     const BlockId block = context == nullptr ? kNoBlock : context->prefixes.find(prefix);
@@ -311,6 +445,8 @@ bool PrefixIndex::import_names(FrameReader& in, std::vector<Imported>& sets, con
   return true;
 }
 
+// Tried: 130,000 names at a time, each table in the order of its keys. No faster: the tables are larger than
+// the caches, but so are the lists of what goes where.
 void PrefixIndex::import_name(uint64_t key, uint64_t prefix, Tick last_seen, Imported& set, BlockId& before) {
   Context& context = *set.context;
   BlockId id = context.behind(sets_, before, prefix);

@@ -35,7 +35,7 @@ class VisitPlan {
         low_(flips_of(low_bits_)) {
     for (size_t flipped = 0; flipped < low_.size(); ++flipped)
       for (const uint32_t flip : low_[flipped])
-        low_shown_[flipped].push_back(static_cast<uint32_t>(std::popcount(flip & shown_)));
+        low_shown_[flipped].push_back(Ask::of(0, static_cast<uint32_t>(std::popcount(flip & shown_))));
     for (const uint32_t key : keys) ++begin_[(key >> low_bits_) + 1];
     for (size_t i = 1; i < begin_.size(); ++i) begin_[i] += begin_[i - 1];
     std::vector<uint32_t> next(begin_.begin(), begin_.end() - 1);
@@ -60,7 +60,9 @@ class VisitPlan {
     }
     end_visits(begin);
     asks_.resize(begin);
-    for_asks(region, [&](uint32_t low, Ask ask) { asks_[ends_[low]++] = ask; });
+    uint32_t* const ends = ends_.data();
+    Ask* const asks = asks_.data();
+    for_asks(region, [ends, asks](uint32_t low, Ask ask) { asks[ends[low]++] = ask; });
   }
 
   // A bucket once for each query that asks there.
@@ -83,7 +85,7 @@ class VisitPlan {
       const uint32_t bucket = static_cast<uint32_t>(name >> 32) & ((1u << bits) - 1);
       if (visits_.empty() || visits_.back().bucket != bucket)
         visits_.push_back({bucket, static_cast<uint32_t>(asks_.size())});
-      asks_.push_back({static_cast<uint32_t>(name), distance_max_});
+      asks_.push_back(Ask::of(static_cast<uint32_t>(name), distance_max_));
     }
     end_visits(asks_.size());
     asked.visits = visits_;
@@ -149,10 +151,11 @@ class VisitPlan {
           const uint32_t query = order_[i];
           const uint32_t own = keys_[query] & low_mask;
           for (int more = 0; flipped + more <= radius_; ++more) {
-            const uint32_t left = distance_max_ - static_cast<uint32_t>(flipped + more);
-            const std::vector<uint32_t>& flips = low_[static_cast<size_t>(more)];
-            const std::vector<uint32_t>& shown = low_shown_[static_cast<size_t>(more)];
-            for (size_t j = 0; j < flips.size(); ++j) visitor(own ^ flips[j], Ask{query, left + shown[j]});
+            const Ask ask = Ask::of(query, distance_max_ - static_cast<uint32_t>(flipped + more));
+            const uint32_t* const flips = low_[static_cast<size_t>(more)].data();
+            const Ask* const shown = low_shown_[static_cast<size_t>(more)].data();
+            const size_t count = low_[static_cast<size_t>(more)].size();
+            for (size_t j = 0; j < count; ++j) visitor(own ^ flips[j], Ask{ask.bits + shown[j].bits});
           }
         }
   }
@@ -166,7 +169,8 @@ class VisitPlan {
       begin_;  // by region: the queries order_[begin_[i]] up to order_[begin_[i + 1]] fall in it
   std::vector<uint32_t> order_;
   Flips high_, low_;
-  Flips low_shown_;  // of each low flip, how many of its bits words show
+  std::array<std::vector<Ask>, 3>
+      low_shown_;  // of each low flip, how many of its bits words show: to be added
   std::array<std::vector<uint32_t>, 3> counts_;
   std::vector<uint32_t> ends_;
   std::vector<Visit> visits_;

@@ -1,4 +1,4 @@
-"""Lets the whole suite run on another build of the native core: `make sanitize` names one in KVINDEXER_TEST_CORE.
+"""Lets the whole suite run on another build of the native core: `make sanitize` names one in TEST_CORE.
 
 And takes the deadlines off the property tests: how long an example takes says more about the machine than about us.
 (Under CI Hypothesis does so itself, and draws the same examples each time.)
@@ -30,5 +30,5 @@ def _use_core(path: str) -> None:
     app._native = module  # type: ignore[attr-defined]
 
 
-if _path := os.environ.pop("KVINDEXER_TEST_CORE", ""):
+if _path := os.environ.get("TEST_CORE", ""):
     _use_core(_path)

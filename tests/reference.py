@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import xxhash
 
+from app._native import AnswerBook
 from app.errors import InvalidInput
 from app.index.prefix_index import (
     ContextInfo,
@@ -346,6 +347,28 @@ class ReferenceIndex:
     def match_hashes_packed(self, context: int, prefix_hashes: bytes, now: int) -> bytes:
         return _packed(self.match_hashes(context, prefix_hashes, now))
 
+    def answer(
+        self,
+        book: AnswerBook,
+        context: int,
+        asked: bytes,
+        *,
+        are_hashes: bool,
+        extra_keys: tuple[bytes, ...] | None,
+        now: int,
+        frame: tuple[bytes, bytes],
+        unit: int,
+        tokens: int,
+        now_s: float,
+        sources: set[int] | None,
+    ) -> tuple[bytes, int, int]:
+        rows = (
+            self.match_hashes_packed(context, asked, now)
+            if are_hashes
+            else self.match_tokens_packed(context, asked, extra_keys, now)
+        )
+        return book.render(*frame, [(unit, rows)], unit, tokens, now_s, sources)
+
     def _match(self, context: int, prefixes: list[int], now: int) -> list[Depths]:
         self._advance(now)
         self._use(context)
@@ -410,6 +433,15 @@ class ReferenceIndex:
             for place, prefix in enumerate(_uint64s(prefix_hashes, "prefix_hashes"))
             for slot in self._slots_of(context, prefix)
             for owner in sorted(self._claims.get((slot, prefix), ())) or [0]
+        ]
+
+    def owners_at(
+        self, source: int, context: int, *, tier: int, group: int, prefix_hashes: bytes
+    ) -> list[tuple[int, int]]:
+        return [
+            (place, owner)
+            for place, prefix in enumerate(_uint64s(prefix_hashes, "prefix_hashes"))
+            for owner in sorted(self._claims.get(((source, tier, group, context), prefix), ()))
         ]
 
     def prefix_of(

@@ -246,6 +246,7 @@ def test_password_of_redis_is_never_said(form: str) -> None:
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
         url = f"redis://user:{password}@127.0.0.1:{free.getsockname()[1]}/0"
     settings = {"KVINDEXER_REDIS_URL": url, "KVINDEXER_LOG_LEVEL": "debug", "KVINDEXER_LOG_FORMAT": form}
+    settings |= {"KVINDEXER_REDIS_ANSWER_TIMEOUT_S": "0.5", "KVINDEXER_SHUTDOWN_GRACE_S": "1"}
     with serving("serve", "--port", "0", **settings) as (process, port):
         said = [ask(port, "GET", path, None)[1] for path in ("/readyz", "/v1/stats", "/v1/pods", "/metrics")]
         said.append(ask(port, "POST", "/v1/events", None, b'{"pod":"p","model":"m","events":[]}')[1])

@@ -18,7 +18,7 @@ from tests.command_page import commands
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 FOLDERS = "app|benchmarks|deploy|docs|examples|native|tests"
-OTHER_VARIABLES = {"KVINDEXER_URL", "KVINDEXER_API_KEY", "KVINDEXER_SANITIZE", "KVINDEXER_TEST_CORE"}
+OTHER_VARIABLES = {"KVINDEXER_URL", "KVINDEXER_API_KEY", "KVINDEXER_SANITIZE"}
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

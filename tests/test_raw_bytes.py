@@ -50,6 +50,9 @@ JSON = [
     b"[1, 2,\t3 , 18446744073709551615]",
     b'["abcdef", -9223372036854775808]',
 ]
+HEADS = [
+    b"POST /v1/match?model=m HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: 12\r\n\r\n"
+]
 READERS: dict[str, Callable[[bytes], Any]] = {
     "msgpack_token_ids": _native.msgpack_token_ids,
     "msgpack_hashes": _native.msgpack_hashes,
@@ -58,6 +61,7 @@ READERS: dict[str, Callable[[bytes], Any]] = {
     "msgpack_children": lambda data: _native.msgpack_children(data, 1_000),
     "msgpack_grandchildren": lambda data: _native.msgpack_grandchildren(data, 1_000),
     "msgpack_events": lambda data: _native.msgpack_events(data, 1_000),
+    "request_head": _native.request_head,
     "decode_batch": decode_batch,
     "json_token_ids": _native.json_token_ids,
     "json_hashes": _native.json_hashes,
@@ -82,7 +86,7 @@ def damaged(draw: st.DrawFn, valid: list[bytes]) -> bytes:
     return bytes(data[: len(data) - draw(st.one_of(st.just(0), st.integers(1, 300)))])
 
 
-raw = st.one_of(st.binary(max_size=300), damaged(MSGPACK), damaged(JSON))
+raw = st.one_of(st.binary(max_size=300), damaged(MSGPACK), damaged(JSON), damaged(HEADS))
 
 
 @pytest.mark.parametrize("name", READERS)

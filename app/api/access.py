@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from fastapi import Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.problems import problem
 from app.api_keys import Scope as KeyScope
-from app.key_ring import RATE, SMALL_SCOPE, UNKNOWN_KEY, WITHOUT_KEY, KeyRing
+from app.key_ring import RATE, SMALL_SCOPE, UNKNOWN_KEY, WITHOUT_KEY, Bucket, KeyRing
 
 OPEN = frozenset({"/healthz", "/readyz"})
 OPEN_FILES = "/dashboard/"
@@ -50,6 +51,11 @@ CHALLENGE = 'Bearer realm="kvindexer"'
 Page = Callable[[dict[str, str]], Response]
 
 
+class Admission(NamedTuple):
+    may_write: bool
+    bucket: Bucket
+
+
 class Access:
     """`page` is the dashboard's, to be sent with these headers."""
 
@@ -70,6 +76,16 @@ class Access:
             return
         refusal = self._refusal(scope)
         await (self._app if refusal is None else refusal)(scope, receive, send)
+
+    def admit(self, method: str, path: str, headers: Iterable[tuple[bytes, bytes]]) -> Admission | None:
+        """Who sends a request that is let through, as far as its rate allows; None: `__call__` refuses it, or not."""
+        if not self._keys.is_needed:
+            return Admission(True, self._bucket)
+        key = _bearer(headers)
+        caller = None if key is None else self._keys.find(key)
+        if caller is None or (needed_scope(method, path) is not KeyScope.READ and not caller.may_write):
+            return None
+        return Admission(caller.may_write, caller.bucket)
 
     def _refusal(self, scope: Scope) -> Response | None:
         needed = needed_scope(scope["method"], scope["path"])

@@ -67,7 +67,7 @@ async def events(request: Request) -> Response:
 def apply_batch(
     wiring: Wiring,
     batch: EventBatch,
-    body: bytes,
+    body: bytes | memoryview,
     *,
     pod: str,
     model: str | None,
@@ -81,7 +81,9 @@ def apply_batch(
     _check_count(wiring, len(batch.events) + len(batch.rejected) + batch.ignored)
     if dp_rank is None:
         dp_rank = batch.dp_rank or 0
-    digest = hashing.digest(body) if seq == 0 else None  # only what comes as number 0 is told apart by it
+    digest = (
+        hashing.digest(bytes(body)) if seq == 0 else None
+    )  # only what comes as number 0 is told apart by it
     service = wiring.writer.immediate
     if service is None:
         return _apply_through_log(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.correlation import CURRENT, correlate
+from app.correlation import CURRENT, Correlation, correlate
 from app.metrics import Metrics
 from app.tracing import Spans
 
@@ -41,15 +42,39 @@ class RequestObservation:
         self._access_log_every = access_log_every
         self._unlogged = 0
         self._spans = spans
-        self._clock = clock
+        self.clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        await self._observe(self._app, scope, receive, send, correlate(scope["headers"]), self.clock())
+
+    def going_on(self, app: ASGIApp, correlation: Correlation, started_s: float) -> ASGIApp:
+        """`app` for the rest of a request that began elsewhere, at `started_s` of this clock."""
+
+        async def go_on(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._observe(app, scope, receive, send, correlation, started_s)
+
+        return go_on
+
+    def note(self, method: str, path: str, client: object, route: str, status: int, started_s: float) -> None:
+        """A request that was answered elsewhere."""
+        took_s = self.clock() - started_s
+        self._metrics.observe_request(method, route, status, took_s)
+        if self._access_log_every:
+            self._log({"method": method, "path": path, "client": client}, route, status, took_s)
+
+    async def _observe(
+        self,
+        app: ASGIApp,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        correlation: Correlation,
+        started: float,
+    ) -> None:
         status = 500
-        started = self._clock()
-        correlation = correlate(scope["headers"])
         span = None if self._spans is None else self._spans.start(correlation, scope["method"], scope["path"])
         if span is not None:
             correlation = span.correlation
@@ -65,9 +90,9 @@ class RequestObservation:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_seen)
+            await app(scope, receive, send_seen)
         finally:
-            took_s = self._clock() - started
+            took_s = self.clock() - started
             route = getattr(scope.get("route"), "path_format", UNMATCHED)
             self._metrics.observe_request(scope["method"], route, status, took_s)
             if span is not None:
@@ -75,7 +100,7 @@ class RequestObservation:
             if self._access_log_every:
                 self._log(scope, route, status, took_s)
 
-    def _log(self, scope: Scope, route: str, status: int, took_s: float) -> None:
+    def _log(self, scope: Mapping[str, Any], route: str, status: int, took_s: float) -> None:
         """Without the query string: it may have a cache salt."""
         self._unlogged += 1
         if self._unlogged < self._access_log_every:

@@ -6,6 +6,7 @@ and, in JSON, a second pass over the arrays. See app/api/short_way.py.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Awaitable
 from typing import Annotated, Any
@@ -25,7 +26,8 @@ from app.schemas import DP_RANK_MAX, NAME_CHARS_MAX
 
 SEQ_MAX = 2**63 - 1  # a larger one is for the long way
 COMMAS_MAX = 262_144  # of an envelope without its arrays, and so of the values that are built for it
-_SEQ_DIGITS_MAX = 18
+_SEQ_DIGITS_MAX = 18  # and so less than SEQ_MAX
+QUERY_BYTES_MAX = 2_048
 
 _Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 
@@ -47,7 +49,7 @@ _decoder = msgspec.json.Decoder(_Envelope)
 
 
 def answer(
-    wiring: Wiring, notation: str, query_string: bytes, body: bytes
+    wiring: Wiring, notation: str, query_string: bytes, body: bytes | memoryview
 ) -> bytes | Awaitable[bytes] | None:
     """None: for the long way, with nothing changed. Raises IndexerError where the batch itself is refused."""
     if notation == bodies.JSON and not query_string:
@@ -57,7 +59,7 @@ def answer(
     return None
 
 
-def _from_json(wiring: Wiring, body: bytes) -> bytes | Awaitable[bytes] | None:
+def _from_json(wiring: Wiring, body: bytes | memoryview) -> bytes | Awaitable[bytes] | None:
     events_max = wiring.settings.events_max
     cut = _native.json_cut(body, len(body), 2 * events_max)
     if cut is None:
@@ -95,15 +97,13 @@ def _from_json(wiring: Wiring, body: bytes) -> bytes | Awaitable[bytes] | None:
     return _told(result)
 
 
-def _from_payload(wiring: Wiring, query_string: bytes, body: bytes) -> bytes | Awaitable[bytes] | None:
-    fields = _read_query(query_string)
-    if fields is None:
+def _from_payload(
+    wiring: Wiring, query_string: bytes, body: bytes | memoryview
+) -> bytes | Awaitable[bytes] | None:
+    said = _read_query(query_string)
+    if said is None:
         return None
-    pod, model, lora = fields.get("pod"), fields.get("model"), fields.get("lora")
-    owner = fields.get("owner")
-    dp_rank, seq = _number(fields.get("dp_rank"), DP_RANK_MAX), _number(fields.get("seq"), SEQ_MAX)
-    if pod is None or dp_rank is _STRANGE or seq is _STRANGE or not _plain(pod, model, lora, owner):
-        return None
+    pod, model, lora, dp_rank, seq, owner = said
     try:
         batch = decode_batch(body, block_size=known_block_size(wiring.service, pod, dp_rank or 0))
     except UnreadableBatch:
@@ -125,12 +125,36 @@ async def _told_later(result: Awaitable[dict[str, Any]]) -> bytes:
     return msgspec.json.encode(await result)
 
 
-_KNOWN = frozenset({"pod", "model", "lora", "dp_rank", "seq", "owner"})
-_STRANGE = -1
+_KNOWN = frozenset({"pod", "model", "lora", "dp_rank", "owner"})
+
+# Pod, model, adapter, rank, owner.
+_Said = tuple[str, str | None, str | None, int | None, str | None]
 
 
-def _read_query(query_string: bytes) -> dict[str, str] | None:
-    """Parameters that need no decoding, each at most once; None where it takes more to read them."""
+def _read_query(
+    query_string: bytes,
+) -> tuple[str, str | None, str | None, int | None, int | None, str | None] | None:
+    """Pod, model, adapter, rank, number, owner; None where it takes more to read them.
+
+    Nothing but the number changes from one batch of an engine to the next: the rest is remembered.
+    """
+    if len(query_string) > QUERY_BYTES_MAX:
+        return None
+    before, mark, rest = query_string.partition(b"&seq=")
+    digits, more, behind = rest.partition(b"&")
+    if mark and (not digits.isdigit() or len(digits) > _SEQ_DIGITS_MAX):
+        return None
+    seq = int(digits) if mark else None
+    said = _read_fields(before + more + behind)
+    if said is None:
+        return None
+    pod, model, lora, dp_rank, owner = said
+    return pod, model, lora, dp_rank, seq, owner
+
+
+@functools.lru_cache(maxsize=1_024)
+def _read_fields(query_string: bytes) -> _Said | None:
+    """Parameters that need no decoding, each at most once."""
     if b"%" in query_string or b"+" in query_string or not query_string.isascii():
         return None
     fields: dict[str, str] = {}
@@ -139,15 +163,13 @@ def _read_query(query_string: bytes) -> dict[str, str] | None:
         if name not in _KNOWN or name in fields or not value:
             return None
         fields[name] = value
-    return fields
-
-
-def _number(text: str | None, most: int) -> int | None:
-    if text is None:
+    pod, model, lora = fields.get("pod"), fields.get("model"), fields.get("lora")
+    rank, owner = fields.get("dp_rank", "0"), fields.get("owner")
+    if pod is None or not _plain(pod, model, lora, owner):
         return None
-    if not text.isdigit() or len(text) > _SEQ_DIGITS_MAX or int(text) > most:
-        return _STRANGE
-    return int(text)
+    if not rank.isdigit() or len(rank) > _SEQ_DIGITS_MAX or int(rank) > DP_RANK_MAX:
+        return None
+    return pod, model, lora, int(rank) if "dp_rank" in fields else None, owner
 
 
 def _plain(*names: str | None) -> bool:

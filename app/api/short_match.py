@@ -23,6 +23,12 @@ from app.service import MatchQuery
 
 QUERY_BYTES_MAX = 2_048  # of a query string that is worth remembering
 
+# Of a body without its arrays that is worth remembering.
+REST_BYTES_MAX = 1_024
+
+# Model, adapter, extra keys, block size, pods.
+_Fields = tuple[str, str | None, tuple[bytes, ...] | None, int | None, frozenset[str] | None]
+
 _Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 _Text = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 
@@ -45,7 +51,7 @@ _decoder = msgspec.json.Decoder(_Match)
 _QUERY_KNOWN = {"model", "lora", "cache_salt", "block_size", "pods", "hashes", "include_hashes"}
 
 
-def answer(wiring: Wiring, notation: str, query_string: bytes, body: bytes) -> bytes | None:
+def answer(wiring: Wiring, notation: str, query_string: bytes, body: bytes | memoryview) -> bytes | None:
     """None: for the long way."""
     tokens_max = wiring.settings.tokens_max
     if notation == bodies.JSON and not query_string:
@@ -63,11 +69,34 @@ def answer(wiring: Wiring, notation: str, query_string: bytes, body: bytes) -> b
     return result.body
 
 
-def _json_query(body: bytes, tokens_max: int) -> MatchQuery | None:
+def _json_query(body: bytes | memoryview, tokens_max: int) -> MatchQuery | None:
     cut = _native.json_cut(body, tokens_max, 2)
     if cut is None:
         return None
     rest, arrays = cut
+    read = _read_rest if len(rest) <= REST_BYTES_MAX else _read_rest.__wrapped__
+    asked = read(rest)
+    if asked is None:
+        return None
+    fields, token_array, hash_array = asked
+    model, lora, extra_keys, block_size, pods = fields
+    return MatchQuery(
+        model,
+        lora,
+        None if token_array is None else arrays[token_array],
+        None if hash_array is None else arrays[hash_array],
+        extra_keys,
+        block_size,
+        pods,
+    )
+
+
+@functools.lru_cache(maxsize=1_024)
+def _read_rest(rest: bytes) -> tuple[_Fields, int | None, int | None] | None:
+    """What a body says beside its arrays, and which of them are its tokens and its hashes; None: for the long way.
+
+    A router says the same with every query, so it is read once.
+    """
     asked = bodies.decode_rest(_decoder, rest, PODS_ASKED_MAX)
     if asked is None or asked.include_hashes or (asked.token_ids is None) == (asked.prefix_hashes is None):
         return None
@@ -76,17 +105,9 @@ def _json_query(body: bytes, tokens_max: int) -> MatchQuery | None:
     if not _plain(asked.model) or not _plain(asked.lora) or not all(map(_plain, asked.pods or ())):
         return None
     lora = asked.lora or None
-    return MatchQuery(
-        model=asked.model,
-        lora=lora,
-        token_ids=None if asked.token_ids is None else arrays[asked.token_ids],
-        prefix_hashes=None if asked.prefix_hashes is None else arrays[asked.prefix_hashes],
-        extra_keys=query_extra_keys(None, lora=lora, cache_salt=asked.cache_salt)
-        if asked.cache_salt
-        else None,
-        block_size=asked.block_size,
-        pods=None if asked.pods is None else frozenset(asked.pods),
-    )
+    keys = query_extra_keys(None, lora=lora, cache_salt=asked.cache_salt) if asked.cache_salt else None
+    pods = None if asked.pods is None else frozenset(asked.pods)
+    return (asked.model, lora, keys, asked.block_size, pods), asked.token_ids, asked.prefix_hashes
 
 
 def _plain(name: str | None) -> bool:
@@ -94,7 +115,7 @@ def _plain(name: str | None) -> bool:
     return name is None or name.isprintable()
 
 
-def _octets_query(query_string: bytes, body: bytes, tokens_max: int) -> MatchQuery | None:
+def _octets_query(query_string: bytes, body: bytes | memoryview, tokens_max: int) -> MatchQuery | None:
     if len(query_string) > QUERY_BYTES_MAX:
         return None
     known = _query_fields(query_string)
@@ -107,8 +128,8 @@ def _octets_query(query_string: bytes, body: bytes, tokens_max: int) -> MatchQue
     return MatchQuery(
         model=fields.model,
         lora=fields.lora or None,
-        token_ids=None if fields.hashes else body,
-        prefix_hashes=body if fields.hashes else None,
+        token_ids=None if fields.hashes else bytes(body),
+        prefix_hashes=bytes(body) if fields.hashes else None,
         extra_keys=extra_keys,
         block_size=fields.block_size,
         pods=pods,

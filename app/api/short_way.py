@@ -36,7 +36,7 @@ _NOTATIONS = {
 _WATCHED = frozenset({b"content-type", b"accept", b"content-encoding", b"content-length"})
 
 Answer = Callable[
-    [Wiring, str, bytes, bytes], bytes | Awaitable[bytes] | None
+    [Wiring, str, bytes, bytes | memoryview], bytes | Awaitable[bytes] | None
 ]  # notation, query string, body
 
 
@@ -46,46 +46,56 @@ class Route(NamedTuple):
     path_format: str
 
 
+class Way(NamedTuple):
+    """What is answered here of one path."""
+
+    answer: Answer
+    route: Route
+
+
+WAYS = {
+    "/v1/match": Way(short_match.answer, Route("/v1/match")),
+    "/v1/events": Way(short_events.answer, Route("/v1/events")),
+}
+
+
 class ShortWay:
     def __init__(self, app: ASGIApp, *, wiring: Wiring) -> None:
         self._app = app
         self._wiring = wiring
-        self._bytes_max = wiring.settings.body_bytes_max
-        self._ways: dict[str, tuple[Answer, Route]] = {
-            "/v1/match": (short_match.answer, Route("/v1/match")),
-            "/v1/events": (short_events.answer, Route("/v1/events")),
-        }
+        self.body_bytes_max = wiring.settings.body_bytes_max
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        way = self._ways.get(scope["path"]) if scope["type"] == "http" else None
+        way = WAYS.get(scope["path"]) if scope["type"] == "http" else None
         notation = None
         if way is not None and scope["method"] == "POST":
-            notation = read_notation(scope["headers"], self._bytes_max)
+            notation = read_notation(scope["headers"], self.body_bytes_max)
         if way is None or notation is None:
             await self._app(scope, receive, send)
             return
         messages: list[Message] = []
         body = await self._read_body(receive, messages)
-        if body is not None:
-            answer, route = way
-            try:
-                content = answer(self._wiring, notation, scope["query_string"], body)
-                if content is not None and not isinstance(content, bytes):
-                    content = await content
-            except IndexerError as error:
-                scope["route"] = route
-                await problem_of(error)(scope, receive, send)
-                return
-            except Exception:
-                # A batch may be applied in part: no second try on the long way, which would say the same.
-                scope["route"] = route
-                await fault_of_ours()(scope, receive, send)
-                raise
-            if content is not None:
-                scope["route"] = route
-                await _send(send, content)
-                return
-        await self._app(scope, _again(messages, receive), send)
+        content = None if body is None else self.answer(way, notation, scope["query_string"], body)
+        if isinstance(content, bytes):
+            scope["route"] = way.route
+            await _send(send, content)
+        else:
+            await (content or self._app)(scope, _again(messages, receive), send)
+
+    def answer(
+        self, way: Way, notation: str, query_string: bytes, body: bytes | memoryview
+    ) -> bytes | ASGIApp:
+        """The content of the answer, or whoever must go on with the request: what was done is done."""
+        try:
+            content = way.answer(self._wiring, notation, query_string, body)
+        except IndexerError as error:
+            return _refused(way.route, error)
+        except Exception as fault:  # noqa: BLE001 - raised again by whoever goes on
+            # A batch may be applied in part: no second try on the long way, which would say the same.
+            return _failed(way.route, fault)
+        if content is None:
+            return self._app
+        return content if isinstance(content, bytes) else _awaited(way.route, content)
 
     async def _read_body(self, receive: Receive, messages: list[Message]) -> bytes | None:
         """The whole body, None when it is not for us; `messages` is what was received."""
@@ -97,11 +107,46 @@ class ShortWay:
                 return None
             piece: bytes = message.get("body", b"")
             body = body + piece if body else piece
-            if len(body) > self._bytes_max:
+            if len(body) > self.body_bytes_max:
                 return None
             if not message.get("more_body", False):
                 return body
         return None
+
+
+def _refused(route: Route, error: IndexerError) -> ASGIApp:
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["route"] = route
+        await problem_of(error)(scope, receive, send)
+
+    return refuse
+
+
+def _failed(route: Route, fault: Exception) -> ASGIApp:
+    async def fail(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["route"] = route
+        await fault_of_ours()(scope, receive, send)
+        raise fault
+
+    return fail
+
+
+def _awaited(route: Route, content: Awaitable[bytes]) -> ASGIApp:
+    """For an answer that takes time, as where a batch goes through the log of replicas."""
+
+    async def finish(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["route"] = route
+        try:
+            finished = await content
+        except IndexerError as error:
+            await _refused(route, error)(scope, receive, send)
+        except Exception:
+            await fault_of_ours()(scope, receive, send)
+            raise
+        else:
+            await _send(send, finished)
+
+    return finish
 
 
 def read_notation(headers: Sequence[tuple[bytes, bytes]], bytes_max: int) -> str | None:

@@ -159,8 +159,14 @@ async def _drive(settings: DemoSettings, outcome: DemoOutcome, show: Show) -> No
     sources = [
         asyncio.create_task(_source(settings, router).run(), name=router.policy) for router in outcome.routers
     ]
+    me = asyncio.current_task()
+    assert me is not None, "it runs in a task"
     try:
         while settings.seconds is None or loop.time() - began_s < settings.seconds:
+            if (
+                me.cancelling()
+            ):  # the signal came before: Python 3.11 can lose a cancellation in asyncio.wait_for
+                raise asyncio.CancelledError
             show(outcome.routers, loop.time() - began_s, outcome.dashboard)
             done, open_sources = await asyncio.wait(sources, timeout=settings.refresh_s)
             for task in done:

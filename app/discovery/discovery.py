@@ -140,7 +140,6 @@ class Discovery:
 
     def start(self) -> None:
         """On the running event loop, after a snapshot was restored."""
-        self._client = httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False)
         self._remember()
         for place in self._watched:
             self._run(functools.partial(place.watch, self._rosters[place.name]), place.name)
@@ -242,14 +241,16 @@ class Discovery:
             task.cancel()
 
     async def _ask(self, roster: Roster, known: Discovered) -> None:
-        assert self._client is not None, "only asked while it runs"
+        if self._client is None:  # made late: it costs 16 ms, and most have nobody to ask
+            self._client = httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False)
+        client = self._client
         assert known.sighting is not None, "only asked of what was seen"
         while self._asking.get(known) is asyncio.current_task():
             pause_s = self._settings.discovery_interval_s
             try:
                 async with self._slots, asyncio.timeout(2 * TIMEOUT_S):
                     learned = await learn(
-                        self._client, known.sighting, metrics_bytes_max=self._settings.loads_bytes_max
+                        client, known.sighting, metrics_bytes_max=self._settings.loads_bytes_max
                     )
                 self._questions["answered"] += 1
                 if self._asking.get(known) is asyncio.current_task():

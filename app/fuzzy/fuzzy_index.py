@@ -85,7 +85,9 @@ class Window:
 class FuzzyStats:
     contexts: int
     blocks: int  # entries, removed ones that are not swept yet too
-    same_content: int  # of them: beyond the first with their content
+    same_content: int  # of them: known to be beyond the first with their content
+    backlog: int  # of them: not put in the tables yet, as no question has been asked since they came
+    asleep: int  # contexts of which no question has been asked, or none for long
     unswept: int  # removed, hidden already, their place not given back yet
     crowded: int  # contents that only exact matches find: too many others are nearly the same
     bytes: int
@@ -127,8 +129,8 @@ class FuzzyIndex:
     def has_context(self, context: int) -> bool:
         return context in self._block_sizes
 
-    def store(self, context: int, prefix_hashes: bytes, token_ids: bytes) -> int:
-        """uint64 prefix hashes and block_size uint32 tokens for each. Returns how many are new."""
+    def store(self, context: int, prefix_hashes: bytes, token_ids: bytes) -> None:
+        """uint64 prefix hashes and block_size uint32 tokens for each. Prefix hash 0 is passed over."""
         blocks = len(prefix_hashes) // 8
         if len(prefix_hashes) % 8 or len(token_ids) != blocks * self._block_sizes[context] * 4:
             raise InvalidInput(
@@ -136,7 +138,7 @@ class FuzzyIndex:
                 f"{self._block_sizes[context]} tokens",
                 field="token_ids",
             )
-        return self._core.insert(context, prefix_hashes, token_ids)
+        self._core.insert(context, prefix_hashes, token_ids)
 
     def remove(self, context: int, prefix_hashes: bytes) -> None:
         """Unknown ones are ignored."""

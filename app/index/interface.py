@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Protocol
 
+from app._native import AnswerBook
 from app.index.prefix_index import (
     TICK_MS,
     ContextInfo,
@@ -107,6 +108,21 @@ class Index(Protocol):
         self, context: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None, now: int
     ) -> bytes: ...
     def match_hashes_packed(self, context: int, prefix_hashes: bytes, now: int) -> bytes: ...
+    def answer(
+        self,
+        book: AnswerBook,
+        context: int,
+        asked: bytes,
+        *,
+        are_hashes: bool,
+        extra_keys: tuple[bytes, ...] | None,
+        now: int,
+        frame: tuple[bytes, bytes],
+        unit: int,
+        tokens: int,
+        now_s: float,
+        sources: set[int] | None,
+    ) -> tuple[bytes, int, int]: ...
     def context_ids(self, model: str, lora: str | None) -> Mapping[int, int]: ...
     def prefix_hashes(
         self,
@@ -121,6 +137,9 @@ class Index(Protocol):
     ) -> int: ...
     def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]: ...
     def holdings(self, context: int, prefix_hashes: bytes, now: int) -> list[Holding]: ...
+    def owners_at(
+        self, source: int, context: int, *, tier: int, group: int, prefix_hashes: bytes
+    ) -> list[tuple[int, int]]: ...
     def prefix_of(
         self, context: int, source: int, *, tier: int, group: int, engine_hash: int, now: int
     ) -> int | None: ...

@@ -92,6 +92,8 @@ owners
 holdings(context, prefix_hashes)
   For each prefix that has an entry, by place: (source, owner) of every slot that holds it and every owner that claims
   it there, and (source, 0) of a slot where nobody does. `owner_claims`: how many each owner has, swept or not.
+owners_at(source, context, tier, group, prefix_hashes)
+  For each prefix, by place: every owner that claims it in that slot, expired or not.
 
 contents
   An index made with a FuzzyIndex keeps it in step: after every call it has exactly the plain prefixes that have an
@@ -497,6 +499,28 @@ class PrefixIndex:
             raise InvalidInput("prefix hashes must be 8 bytes each", field="prefix_hashes")
         return self._core.match_hashes(context, prefix_hashes, now)
 
+    def answer(
+        self,
+        book: _native.AnswerBook,
+        context: int,
+        asked: bytes,
+        *,
+        are_hashes: bool,
+        extra_keys: tuple[bytes, ...] | None,
+        now: int,
+        frame: tuple[bytes, bytes],
+        unit: int,
+        tokens: int,
+        now_s: float,
+        sources: set[int] | None,
+    ) -> tuple[bytes, int, int]:
+        """A match of whole token ids or prefix hashes as the book writes it, between the two texts of `frame`."""
+        self._require_context(context)
+        head, tail = frame
+        return book.match(
+            self._core, context, asked, are_hashes, extra_keys, now, head, tail, unit, tokens, now_s, sources
+        )
+
     def prefix_hashes(
         self,
         model: str,
@@ -522,6 +546,12 @@ class PrefixIndex:
     def holdings(self, context: int, prefix_hashes: bytes, now: int) -> list[Holding]:
         packed = self._core.holdings(context, prefix_hashes, now)
         return [Holding(*row) for row in _HOLDING.iter_unpack(packed)]
+
+    def owners_at(
+        self, source: int, context: int, *, tier: int, group: int, prefix_hashes: bytes
+    ) -> list[tuple[int, int]]:
+        """(place in the question, owner); for dumps."""
+        return self._core.owners_at(context, source, tier, group, prefix_hashes)
 
     def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]:
         """(source, tier, group) of every slot that holds the prefix, sorted; for tests and dumps."""
@@ -595,10 +625,11 @@ class PrefixIndex:
 class IndexExport:
     """A snapshot of the index that is being written: frames, to be read by IndexImport in the same order.
 
-    `names` until it says that it is done, then `contents` until it is, then `changes` as often as wanted, until few
-    are left; then, without anything in between, the last `changes`, the last `contents` and PrefixIndex.slots: with
-    that, the frames are the index of that instant, but for the ages of what is matched while they are written.
-    `close` in any case. Without `contents` the fuzzy index begins empty.
+    `names` until it says that it is done, then `contents` and `claims` until each is, then `changes` as often as
+    wanted, until few are left; then, without anything in between, the last `changes`, the last `contents`, `claims`
+    until they are done once more, PrefixIndex.slots and the owners that are not cleared: with that, the frames are the
+    index of that instant, but for the ages of what is matched while they are written.
+    `close` in any case. Without `contents` the fuzzy index begins empty, and without `claims` nobody claims anything.
     """
 
     def __init__(self, core: _native.PrefixIndex) -> None:
@@ -614,6 +645,12 @@ class IndexExport:
         """A frame of what the fuzzy index holds: about so many blocks more, and what changed meanwhile; True when
         from now on there is only what changed."""
         return self._core.export_contents(blocks_max)
+
+    def claims(self, claims_max: int) -> tuple[bytes, bool]:
+        """A frame of whom blocks are stored for: about so many more, and what changed meanwhile; True when that was
+        all until now."""
+        assert claims_max > 0, "a slice without claims would never come to an end"
+        return self._core.export_claims(claims_max)
 
     def has_whole_contents(self) -> bool:
         """Behind the last frame. False without a fuzzy index, and where more changed at one go than is kept."""
@@ -644,17 +681,24 @@ class IndexImport:
             self._slots, saved.context, saved.slot, context, source, saved.tier, saved.group
         )
 
-    def expect(self, *, other_names: int) -> None:
-        """How many names are about to come beyond one a prefix: a guess that saves most of the time of a large
-        snapshot, and costs nothing else where it is wrong."""
-        self._core.import_expect(other_names)
+    def owner(self, saved: int, *, owner: int) -> None:
+        """What the number of an owner in the snapshot is from now on; owners that are not told of are left out."""
+        self._slots.import_owner(saved, owner)
+
+    def expect(self, *, other_names: int, entries: Mapping[int, int] | None = None) -> None:
+        """How many entries are about to come by context, and how many names beyond one each: guesses that save much
+        of the time of a large snapshot. Too low they save less, too high they cost 64 KiB for every 5,000."""
+        for context, count in (entries or {}).items():
+            self._core.import_expect(context, count)
+        self._core.import_expect_names(sum((entries or {}).values()), other_names)
 
     def frame(self, frame: bytes) -> bool:
         """False for bytes that no export made; what could be read of them is in the index then."""
         return self._core.import_frame(frame, self._slots, *self._ticks, self._takes_contents)
 
     def settle(self, blocks_max: int) -> bool:
-        """Behind the last frame, until it is True: then the fuzzy index is in step with this one."""
+        """Behind the last frame, until it is True: then the claims are there, and the fuzzy index is in step with
+        this one."""
         return self._core.import_settle(blocks_max)
 
 

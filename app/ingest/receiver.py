@@ -11,7 +11,7 @@ What it relies on:
   one DEALER  for each replay request: replies to a request that was given up die with its socket, unread.
 
 A source whose sockets cannot be opened is DOWN with the reason, and tried again every `reopen_interval_s`; so is one
-whose peer ZMQ gave up. A
+whose peer ZMQ gave up, or that does not come through a handshake (handshakes.py). A
 fault of our own costs every followed source a fresh start, is logged and counted, and never the thread.
 """
 
@@ -33,8 +33,10 @@ from zmq.utils.monitor import parse_monitor_message
 
 from app.endpoints import Endpoint
 from app.errors import UnreadableBatch
+from app.ingest import handshakes
 from app.ingest.actions import Action, Report, RequestReplay, Reset, StopReplay
 from app.ingest.feed import Feed, Stream
+from app.ingest.handshakes import Handshakes
 from app.ingest.sequence import SequenceCounters, SequenceLimits, SequenceTracker
 from app.ingest.vllm import END_SEQ, build_replay_request, parse_live, parse_replay_reply
 from app.ingest.window import HoldBudget
@@ -42,16 +44,11 @@ from app.pods import SourceState
 
 logger = logging.getLogger(__name__)
 
-_HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 _MONITORED = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_ACCEPTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | _HANDSHAKE_FAILED
+    | handshakes.FAILED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_DELAYED
     | zmq.EVENT_CONNECT_RETRIED
@@ -72,6 +69,7 @@ class SocketLimits:
     reconnect_interval_s: float = 0.1
     reconnect_interval_s_max: float = 5.0
     reopen_interval_s: float = 5.0
+    handshake_patience_s: float = 3.0  # from the connection to the end of its handshake
     tick_interval_s: float = 0.1
     reads_per_round_max: int = 128  # messages from one socket before the next has its turn
 
@@ -93,6 +91,7 @@ class ReceiverCounters:
     message_bytes: int = 0
     messages_malformed: int = 0
     open_failures: int = 0
+    handshake_failures: int = 0
     faults: int = 0
 
 
@@ -103,6 +102,7 @@ class _Subscription:
     replay: Endpoint | None
     topic: bytes
     tracker: SequenceTracker
+    handshakes: Handshakes
     live: zmq.Socket[bytes] | None = None
     monitor: zmq.Socket[bytes] | None = None
     dealer: zmq.Socket[bytes] | None = None
@@ -297,7 +297,8 @@ class Receiver:
     ) -> _Subscription:
         tracker = self._tracker(replay, now, stream.resume_at)
         stream.resume_at = None  # a tracker that is made anew comes behind a reset
-        return _Subscription(stream, publisher, replay, pod.topic, tracker)
+        handshakes_ = Handshakes(str(publisher), self._limits.handshake_patience_s)
+        return _Subscription(stream, publisher, replay, pod.topic, tracker, handshakes_)
 
     def _tracker(
         self, replay: Endpoint | None, now: float, resume_at: tuple[int, int] | None = None
@@ -315,6 +316,10 @@ class Receiver:
         if subscription.reopen_at_s is not None and now >= subscription.reopen_at_s:
             self._close(subscription, now)
             self._open(subscription, now)
+        if subscription.handshakes.is_overdue(now):
+            self._on_failed_handshake(subscription)
+            self._close(subscription, now)  # ZMQ takes it for an open connection
+            subscription.reopen_at_s = now + self._limits.reopen_interval_s
         self._perform(subscription, subscription.tracker.tick(now), now)
 
     def _start_over(self) -> None:
@@ -386,6 +391,8 @@ class Receiver:
         kind = event["event"]
         tracker = subscription.tracker
         self._watch_for_an_end(subscription, kind, now)
+        if not subscription.publisher.binds and subscription.handshakes.on_event(kind, now):
+            self._on_failed_handshake(subscription)
         if kind in (zmq.EVENT_CONNECTED, zmq.EVENT_ACCEPTED):
             subscription.connections.add(event["value"])
         elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -421,10 +428,15 @@ class Receiver:
         connection ended, and not that it tries again. Then the socket is made anew."""
         if subscription.publisher.binds:
             return
-        if kind == zmq.EVENT_DISCONNECTED or kind & _HANDSHAKE_FAILED:
+        if kind == zmq.EVENT_DISCONNECTED or kind & handshakes.FAILED:
             subscription.reopen_at_s = now + self._limits.reopen_interval_s
         else:
             subscription.reopen_at_s = None
+
+    def _on_failed_handshake(self, subscription: _Subscription) -> None:
+        self.counters.handshake_failures += 1
+        if trouble := subscription.handshakes.trouble:
+            self._report_down(subscription, trouble)  # and logged by the service, once
 
     # -- acting
 
@@ -500,7 +512,8 @@ class Receiver:
                 self._report_down(subscription, f"bound to {subscription.publisher}; no engine is connected")
             else:
                 live.connect(str(subscription.publisher))
-                self._report_down(subscription, f"connecting to {subscription.publisher}")
+                trouble = subscription.handshakes.trouble  # stays told until a handshake succeeds
+                self._report_down(subscription, trouble or f"connecting to {subscription.publisher}")
         except zmq.ZMQError as error:
             self.counters.open_failures += 1
             self._close(subscription, now)
@@ -540,6 +553,7 @@ class Receiver:
         subscription.live = subscription.monitor = None
         subscription.connections.clear()
         subscription.established = False
+        subscription.handshakes.close()
 
     def _close_pod(self, pod: FollowedPod) -> None:
         now = time.monotonic()

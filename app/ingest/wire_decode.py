@@ -50,6 +50,7 @@ from app.ingest.wire_notation import CHILDREN_MAX, MSGPACK, Malformed, Notation,
 RANK_MAX = 65_535
 METADATA_BYTES_MAX = 65_536  # of a block; `hint_bytes_max` bounds what is kept of it
 HINTS_BYTES_MAX = 16 * 1024 * 1024  # of a line of a dump
+OWNERS_BYTES_MAX = 16 * 1024 * 1024  # likewise
 
 _RANK_FIELDS = ("data_parallel_rank", "attn_dp_rank", "dp_rank")  # of a batch that is a map
 
@@ -75,6 +76,7 @@ _PREFIXES_FIELDS = (
     "medium",
     "group_idx",
     "hints",
+    "owners",
 )  # ours, of a dump
 _REMOVED_FIELDS = ("block_hashes", "medium", "group_idx")
 _CLEARED_FIELDS = ("medium",)
@@ -264,6 +266,7 @@ def _decode_prefixes(notation: Notation, fields: Fields, _: int | None) -> Prefi
         tier=read_tier(notation, fields),
         group=read_group(notation, fields),
         hints=read_span(notation, fields, "hints", HINTS_BYTES_MAX),
+        owners=read_span(notation, fields, "owners", OWNERS_BYTES_MAX),
     )
 
 

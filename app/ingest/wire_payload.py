@@ -55,8 +55,8 @@ def decode_batch(payload: bytes | memoryview, *, block_size: int | None = None) 
         positions=tuple(positions),
         rejected=tuple(rejected),
         ignored=len(items) - len(events) - len(rejected),
-        ts=batch_ts(ts),
-        dp_rank=batch_rank(rank),
+        ts=ts if isinstance(ts, float) else batch_ts(ts),
+        dp_rank=batch_rank(rank) if isinstance(rank, bytes) else rank,
     )
 
 

@@ -145,13 +145,16 @@ class Follower:
                 await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
                 failures += 1
 
-    def interrupt(self, cause: str) -> None:
-        """What is held, or the log, is another one from now on: every partition begins anew."""
+    def interrupt(self, cause: str, *, replaced: bool) -> None:
+        """The log is in doubt, or another one: what was read is not applied, rows say so, and every partition makes
+        sure of its place anew. `replaced`: what is held as well, so it has to be read to its end once more."""
         self._interruptions += 1
-        for state in self.partitions:
-            state.entered = state.caught_up = False
+        for partition, state in enumerate(self.partitions):
+            state.entered = state.entered and not replaced
+            state.caught_up = False
             state.trouble = cause
             state.away_since_s = state.away_since_s or self._wall()
+            self._applier.set_away(partition, f"the log is away: {cause}")
 
     async def _read(self, partition: int, state: PartitionState, interruptions: int) -> None:
         position = self._applier.state.positions[partition]

@@ -24,6 +24,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import msgspec
 
@@ -39,11 +40,22 @@ logger = logging.getLogger(__name__)
 
 CANDIDACY_S = 1.5  # for the others to see that the log is lost, after whoever saw it first
 ROUNDS_LOST_MAX = 8  # behind a candidate that does nothing; then candidates begin anew
+LOST_IT = "Redis lost the log, or a part of it"
 LOST = "Redis lost a part of the log, and its batches have no numbers that show what was in it"
 
 
 class LogBroken(LogAway):
     """The log cannot be gone on with from where we are."""
+
+
+class Interrupt(Protocol):
+    """Follower.interrupt."""
+
+    def __call__(self, cause: str, *, replaced: bool) -> None: ...
+
+
+def _nobody_reads(cause: str, *, replaced: bool) -> None:
+    pass
 
 
 class Generations:
@@ -75,7 +87,7 @@ class Generations:
         self._interval_s = interval_s
         self._lock = asyncio.Lock()
         self._rounds_lost = 0
-        self.interrupt: Callable[[str], None] = lambda _cause: None
+        self.interrupt: Interrupt = _nobody_reads
         self.counts = {"snapshots_loaded": 0, "logs_begun": 0, "logs_left": 0, "trimmed_groups": 0}
 
     # -- the place in the log
@@ -119,7 +131,7 @@ class Generations:
         if mine and not self._lock.locked():
             found = await self._log.terms()
             if (found is None or found.log != mine) and self._applier.state.log == mine:
-                self.interrupt("another log is in force" if found else "Redis lost the log")
+                self.interrupt("another log is in force" if found else LOST_IT, replaced=False)
 
     def _check(self, found: Terms) -> None:
         differing = [
@@ -162,11 +174,12 @@ class Generations:
         return True
 
     def _empty(self) -> None:
-        self.interrupt("a snapshot is being read")
+        self.interrupt("a snapshot is being read", replaced=True)
         # Whatever comes of it, it is no place in a log until it is whole.
         self._applier.state = beginning("", self._terms.partitions)
         for name in list(self._service.pods):
             self._service.drop_pod(name)
+        self._service.owners.clear_all()
 
     def _say_away(self) -> None:
         self._service.set_away("a snapshot is being read", concerns=lambda _pod: True)
@@ -180,6 +193,8 @@ class Generations:
     async def _contend(self, before: Terms | None) -> None:
         """Makes the new log, or raises LogBroken for the one who does."""
         mine = self._applier.state
+        if mine.log:
+            self.interrupt(LOST_IT, replaced=False)
         places = [order(position) for position in mine.positions]
         rank = [sum(milliseconds for milliseconds, _ in places), sum(number for _, number in places)]
         await self._log.stand(self._replica, msgspec.json.encode([*rank, self._replica]))
@@ -198,7 +213,6 @@ class Generations:
                 raise LogBroken("another replica made the log")
             await self._log.forget_candidates()
             return
-        self.interrupt("a new log is being made")
         self._service.doubt(LOST)
         base = msgspec.structs.replace(mine, log=terms.log, positions=[BEGINNING] * terms.partitions)
         if not await self._keeper.save(place=lambda saved: self._applier.place(saved, base)):
@@ -224,6 +238,7 @@ class Generations:
                 return
             newest = await self._store.placed("newest")
             if newest is not None and newest.log == mine and time.time() - newest.at_s < self._interval_s:
+                self._keeper.saw(newest.at_s)
                 return
             if await self._keeper.save():
                 await self._trim(mine)

@@ -3,10 +3,10 @@
     magic (8 bytes), version (uint32)
     frames: kind (uint8), bytes as stored (uint32), bytes as they were (uint32), content (zstd), checksum (uint64)
 
-Kinds: INDEX, frames of the index in their order (native/prefix_index_snapshot.cpp); STATE, the last, a
-SavedState as MessagePack. A checksum is XXH64 of its frame with the checksum before as the seed, and the first
-seed is that of magic and version: so a changed byte, a frame too many, too few or in another place, and anything
-behind the end are all found. It says that the bytes are as they were written, and not who wrote them.
+Kinds: INDEX, frames of the index in their order (native/prefix_index_snapshot.cpp) and of hints (app/hints.py);
+STATE, the last, a SavedState as MessagePack. A checksum is XXH64 of its frame with the checksum before as the seed,
+and the first seed is that of magic and version: so a changed byte, a frame too many, too few or in another place, and
+anything behind the end are all found. It says that the bytes are as they were written, and not who wrote them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from app.hashing import digest
 from app.saved_state import SavedState
 
 MAGIC = b"KVIXSNAP"
-VERSION = 3  # 2 had no contents of blocks, for fuzzy matches, among the frames of the index
-VERSIONS_READ = (2, 3)
+VERSION = 4  # 3 had no claims of owners and no hints among the frames, 2 no contents for fuzzy matches
+VERSIONS_READ = (2, 3, 4)
 FRAME_BYTES_MAX = 1 << 30
 
 INDEX, STATE = 1, 2
@@ -101,7 +101,7 @@ class FrameDecoder:
             raise SnapshotRefused("is not a snapshot of an indexer")
         if len(start) < _START.size or _START.unpack(start)[1] not in VERSIONS_READ:
             version = int.from_bytes(start[len(MAGIC) :], "little")
-            known = " and ".join(map(str, VERSIONS_READ))
+            known = f"{VERSIONS_READ[0]} to {VERSIONS_READ[-1]}"
             raise SnapshotRefused(f"has version {version}, and this program reads {known}")
         self._at = len(start)
         return digest(start)

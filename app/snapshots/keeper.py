@@ -20,17 +20,20 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from app.errors import SnapshotRefused, StoreFailed
-from app.index.prefix_index import PrefixIndex
+from app.hints import FRAME_MARK
+from app.index.prefix_index import IndexExport, PrefixIndex
 from app.pods import PodSpec
 from app.saved_state import Adoption, SavedState
 from app.service import IndexerService
-from app.snapshots.store import SnapshotSource, SnapshotStore
+from app.snapshots.store import SnapshotSink, SnapshotSource, SnapshotStore
 
 logger = logging.getLogger(__name__)
 
 NAMES_PER_SLICE = 8_192
 NAME_BYTES_MIN = 8  # of one in a snapshot: its prefix hash, which nothing can compress
+HINTS_PER_SLICE = 512
 CHANGE_ROUNDS_MAX = 10_000  # then the rest is written at one go: changes come faster than they are written
+_MEANINGLESS = "has a right checksum and no meaning"
 
 
 class SnapshotKeeper:
@@ -150,17 +153,31 @@ class SnapshotKeeper:
         )
         for slot, context, source_id in adoption.places:
             importing.slot(slot, context=context, source=source_id)
+        for saved, owner in adoption.owners:
+            importing.owner(saved, owner=owner)
         most = source.size // NAME_BYTES_MIN
-        importing.expect(other_names=min(adoption.other_names, most))
+        importing.expect(
+            other_names=min(adoption.other_names, most),
+            entries={context: min(entries, most) for context, entries in adoption.entries.items()},
+        )
+        hints = []  # until their blocks are all there
         try:
             async for frame in source.frames():
-                if not importing.frame(frame):
-                    raise SnapshotRefused(f"a frame of {source.name} has a right checksum and no meaning")
+                if frame.startswith(FRAME_MARK):
+                    hints.append(frame)
+                elif not importing.frame(frame):
+                    raise SnapshotRefused(f"a frame of {source.name} {_MEANINGLESS}")
         finally:
             done = False
             while not done:
                 done = importing.settle(NAMES_PER_SLICE)
                 await asyncio.sleep(0)
+        sources = {slot.source: source_id for slot, _, source_id in adoption.places}
+        contexts = {slot.context: context for slot, context, _ in adoption.places}
+        for frame in hints:
+            if not self._service.hints.restore(frame, sources, contexts):
+                raise SnapshotRefused(f"a frame of {source.name} {_MEANINGLESS}")
+            await asyncio.sleep(0)
 
     # -- while it runs, and the end
 
@@ -191,6 +208,10 @@ class SnapshotKeeper:
                 self._counts["failed"] += 1
                 logger.exception("a snapshot failed")
 
+    def saw(self, at_s: float) -> None:
+        """There is a snapshot of this moment in the store, whoever wrote it."""
+        self._figures["saved_at_seconds"] = max(self._figures["saved_at_seconds"], int(at_s))
+
     async def save(self, place: Callable[[SavedState], SavedState] | None = None) -> bool:
         """False when it failed, which is logged and counted, or when another replica is at it."""
         began_s = time.monotonic()
@@ -213,37 +234,11 @@ class SnapshotKeeper:
         if sink is None:
             return None
         writing = self._index.start_export()
+        self._service.hints.start_export()
         try:
-            done = False
-            while not done:
-                frame, done = writing.names(NAMES_PER_SLICE)
-                await sink.add(frame)
-            shingle = self._index.shingle
-            done = shingle is None
-            while not done:
-                frame, done = writing.contents(NAMES_PER_SLICE)
-                await sink.add(frame)
-            left = NAMES_PER_SLICE
-            for _ in range(CHANGE_ROUNDS_MAX):
-                frame, left = writing.changes(NAMES_PER_SLICE)
-                await sink.add(frame)
-                if shingle is not None:
-                    await sink.add(writing.contents(NAMES_PER_SLICE)[0])
-                if left < NAMES_PER_SLICE:
-                    break
+            await self._write_most(writing, sink)
             # No await from here to the state: what is written is of one instant.
-            frames = []
-            left = 1
-            while left:
-                frame, left = writing.changes(NAMES_PER_SLICE)
-                frames.append(frame)
-            if shingle is not None:
-                frames.append(writing.contents(NAMES_PER_SLICE)[0])
-                if not writing.has_whole_contents():
-                    shingle = None
-                    logger.warning(
-                        "blocks change faster than they are written: fuzzy matches are not in this snapshot"
-                    )
+            frames, shingle = self._write_rest(writing)
             state = self._service.describe(configured=self._configured, at_s=self._wall())
             state = (place or self._place)(msgspec.structs.replace(state, shingle=shingle))
             for frame in frames:
@@ -251,4 +246,54 @@ class SnapshotKeeper:
             return await sink.finish(state)
         finally:
             writing.close()
+            self._service.hints.end_export()
             await sink.discard()
+
+    async def _write_most(self, writing: IndexExport, sink: SnapshotSink) -> None:
+        """Everything once, and what changes meanwhile until little of it is left."""
+        walks = [writing.names, writing.claims]
+        if self._index.shingle is not None:
+            walks.insert(1, writing.contents)
+        for walk in walks:
+            done = False
+            while not done:
+                frame, done = walk(NAMES_PER_SLICE)
+                await sink.add(frame)
+        done = not self._service.hints.is_on
+        while not done:
+            frame, done = self._service.hints.export(HINTS_PER_SLICE)
+            await sink.add(frame)
+        for _ in range(CHANGE_ROUNDS_MAX):
+            frame, left = writing.changes(NAMES_PER_SLICE)
+            await sink.add(frame)
+            if self._index.shingle is not None:
+                await sink.add(writing.contents(NAMES_PER_SLICE)[0])
+            frame, done = writing.claims(NAMES_PER_SLICE)
+            await sink.add(frame)
+            if left < NAMES_PER_SLICE and done:
+                break
+
+    def _write_rest(self, writing: IndexExport) -> tuple[list[bytes], int | None]:
+        """The last frames, and the shingle of the contents among all of them; None: there are none."""
+        frames: list[bytes] = []
+        left = 1
+        while left:
+            frame, left = writing.changes(NAMES_PER_SLICE)
+            frames.append(frame)
+        done = False
+        while not done:
+            frame, done = writing.claims(NAMES_PER_SLICE)
+            frames.append(frame)
+        done = not self._service.hints.is_on
+        while not done:
+            frame, done = self._service.hints.export(HINTS_PER_SLICE)
+            frames.append(frame)
+        shingle = self._index.shingle
+        if shingle is not None:
+            frames.append(writing.contents(NAMES_PER_SLICE)[0])
+            if not writing.has_whole_contents():
+                shingle = None
+                logger.warning(
+                    "blocks change faster than they are written: fuzzy matches are not in this snapshot"
+                )
+        return frames, shingle

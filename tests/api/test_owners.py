@@ -154,3 +154,78 @@ def test_a_batch_for_every_pod_has_no_owner(indexer: Indexer) -> None:
     )
     assert response.status_code == 422
     assert response.json()["errors"][0]["field"] == "owner"
+
+
+# -- across processes
+
+
+def test_a_dump_has_them(indexer: Indexer, make_indexer: Callable[..., Indexer]) -> None:
+    post(indexer, "agent2", [1, 2], A, B)
+    post(indexer, "agent1:system", [1], A)
+    post(indexer, "agent1", [1], A)
+    post(indexer, "agent1", [3], C, medium="CPU")
+    post(indexer, "agent2", [1], A, pod="pod-b")
+    post(indexer, None, [7], C, pod="pod-b")
+    other = make_indexer()
+    lines = indexer.get("/v1/dump").text.splitlines()
+    for _ in range(2):  # the same again changes nothing
+        for line in lines:
+            response = other.post(
+                "/v1/events", content=line.encode(), headers={"content-type": "application/json"}
+            )
+            assert (response.status_code, response.json()["rejected"]) == (200, []), response.text
+    assert owners(other) == owners(indexer) == {"agent1": 2, "agent1:system": 1, "agent2": 3}
+    post(other, None, [1, 2], A, B)  # a dump has no contents: fuzzy matches find what comes with its tokens
+    assert owned(ask(other, A, B)) == [
+        [("pod-a", ["agent1", "agent1:system", "agent2"]), ("pod-b", ["agent2"])],
+        [("pod-a", ["agent2"])],
+    ]
+    post(indexer, None, [1, 2], A, B)
+    copies = [
+        [event.get("copies") for event in map(msgspec.json.decode, lines) for event in event["events"]]
+        for lines in (other.get("/v1/dump").text.splitlines(), indexer.get("/v1/dump").text.splitlines())
+    ]
+    assert copies[0] == copies[1] != [None] * len(copies[0])
+
+
+def test_a_dump_into_an_indexer_with_less_room(
+    indexer: Indexer, make_indexer: Callable[..., Indexer]
+) -> None:
+    for owner in ("a", "b", "c"):
+        post(indexer, owner, [1], A)
+    other = make_indexer(owners_max=2)
+    for line in indexer.get("/v1/dump").text.splitlines():
+        other.post("/v1/events", content=line.encode(), headers={"content-type": "application/json"})
+    assert len(owners(other)) == 2
+    assert "kvindexer_owners_refused_total 1.0" in other.get("/metrics").text
+    without = make_indexer(fuzzy=False)
+    for line in indexer.get("/v1/dump").text.splitlines():
+        response = without.post(
+            "/v1/events", content=line.encode(), headers={"content-type": "application/json"}
+        )
+        assert response.status_code == 200
+    assert owners(without) == {}
+
+
+def test_owners_of_a_dump_that_make_no_sense(indexer: Indexer) -> None:
+    event: dict[str, Any] = {
+        "type": "PrefixesStored",
+        "block_hashes": [1, 2],
+        "prefix_hashes": [11, 12],
+        "block_size": 16,
+    }
+    for said in (
+        7,
+        "agent1",
+        [{"owner": "", "blocks": [1]}],
+        [{"owner": "a"}],
+        [{"owner": "a\n", "blocks": []}],
+    ):
+        body = msgspec.json.encode({"pod": "pod-a", "model": "m", "events": [{**event, "owners": said}]})
+        response = indexer.post("/v1/events", content=body, headers={"content-type": "application/json"})
+        assert response.json()["stored_blocks"] == 2, "the blocks are there, for nobody"
+        assert owners(indexer) == {}
+    claims = [{"owner": "a", "blocks": [2, 99, 2]}, {"owner": "b", "blocks": []}]
+    body = msgspec.json.encode({"pod": "pod-a", "model": "m", "events": [{**event, "owners": claims}]})
+    indexer.post("/v1/events", content=body, headers={"content-type": "application/json"})
+    assert owners(indexer) == {"a": 1}

@@ -83,19 +83,22 @@ def test_short_way_is_in_the_metrics(indexer: Indexer) -> None:
 
 
 class Pair:
-    """One application with the short way and one without, told the same at the same times."""
+    """An application with the short way, one with the short cut in front of it, and one with neither, told the same at
+    the same times."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, pods_max: int = 4, tokens_max: int = 40) -> None:
         self.clock = Clock()
         bounds = load_settings(
-            tokens_max=40,
+            tokens_max=tokens_max,
             events_max=6,
             body_bytes_max=4_096,
-            pods_max=4,
+            pods_max=pods_max,
             dp_ranks_max=4,
             sweep_interval_s=60,  # a timer that fires for one of the two would make them differ
         )
-        self.short, self.long = (Indexer(bounds, self.clock, way=way) for way in ("short", "long"))
+        self.short, self.cut, self.long = self.all = [
+            Indexer(bounds, self.clock, way=way) for way in ("short", "cut", "long")
+        ]
 
     def fill(self) -> None:
         """Some of `PROMPT` on two pods, so that most questions have an answer."""
@@ -105,28 +108,33 @@ class Pair:
             self.clock.now_s += 0.1
 
     def ask(self, path: str, headers: dict[str, str], body: bytes) -> httpx.Response:
-        one, other = (
+        answers = [
             indexer.post(path, content=body, headers={**headers, "x-request-id": "one"})
-            for indexer in (self.short, self.long)
-        )
-        assert one.status_code == other.status_code, (path, headers, body, one.text, other.text)
-        assert one.headers["content-type"] == other.headers["content-type"]
-        if "json" in one.headers["content-type"]:
-            assert _exact(one.json()) == _exact(other.json()), (path, headers, body)
-        else:
-            assert one.content == other.content
-        return one
+            for indexer in self.all
+        ]
+        other = answers[-1]
+        for one in answers[:-1]:
+            assert one.status_code == other.status_code, (path, headers, body, one.text, other.text)
+            # The framework counts the bytes of its answers too.
+            assert dict(one.headers) == dict(other.headers) | {
+                "content-length": one.headers["content-length"]
+            }
+            if "json" in one.headers["content-type"]:
+                assert _exact(one.json()) == _exact(other.json()), (path, headers, body)
+            else:
+                assert one.content == other.content
+        return answers[0]
 
     def check_state(self) -> None:
-        for indexer in (self.short, self.long):
+        for indexer in self.all:
             indexer.service.tick()
-        assert self.short.picture() == self.long.picture()
-        stats = [indexer.service.stats() for indexer in (self.short, self.long)]
-        assert stats[0] == stats[1]
+        assert self.short.picture() == self.cut.picture() == self.long.picture()
+        stats = [indexer.service.stats() for indexer in self.all]
+        assert stats[0] == stats[1] == stats[2]
 
     def close(self) -> None:
-        self.short.close()
-        self.long.close()
+        for indexer in self.all:
+            indexer.close()
 
 
 def _exact(value: Any) -> Any:
@@ -302,6 +310,23 @@ def test_both_ways_say_and_do_the_same(asked: list[tuple[Any, float]]) -> None:
         pair.check_state()
     finally:
         pair.close()
+
+
+def test_rows_that_differ_in_many_ways_are_the_same() -> None:
+    """More depths than groups are dealt to, names of any length and both sides of their bound, ages of every size."""
+    pair = Pair(pods_max=40, tokens_max=400)
+    prompt = list(range(160))
+    for number in range(36):
+        pod = f"pod-{number * 7 % 36}" + "x" * (number if number < 30 else number * 6)
+        blocks = 1 + number // 2 if number < 30 else 40
+        told = stored(list(range(1, blocks + 1)), prompt[: 4 * blocks])
+        assert pair.ask("/v1/events", JSON, dumped(pod=pod, model="m", events=[told])).status_code == 200
+        pair.clock.now_s += 0.0004 * 3**number if number < 11 else 0.0335
+    for length in (160, 80, 12, 4):
+        answer = pair.ask("/v1/match", JSON, dumped(model="m", token_ids=prompt[:length]))
+        assert len(answer.json()["matches"]) == 36
+    pair.check_state()
+    pair.close()
 
 
 def test_rows_of_many_pods_tiers_and_block_sizes_are_the_same() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
+from app.config import load_settings
 from app.schemas import MatchResponse, Problem
-from tests.api.conftest import Indexer, stored
+from tests.api.conftest import Clock, Indexer, stored
 from tests.tokenizers import save_tokenizer
 
 PROMPT = "the cat and the hat and the bat sat on that mat, and then the cat sat on the hat"
@@ -28,14 +29,16 @@ def tokenizer(folder: Path) -> Tokenizer:
     return save_tokenizer(folder)
 
 
-@pytest.fixture
-def talking(make_indexer: Callable[..., Indexer], folder: Path, tokenizer: Tokenizer) -> Indexer:
-    """pod-t holds the text, pod-c the chat, each but for what does not fill a block."""
-    indexer = make_indexer(tokenizers=f"m={folder}")
+@pytest.fixture(scope="module", params=["short", "long"])
+def talking(request: pytest.FixtureRequest, folder: Path, tokenizer: Tokenizer) -> Iterator[Indexer]:
+    """pod-t holds the text, pod-c the chat, each but for what does not fill a block. Questions change nothing, so one
+    tokenizer, which takes a second to start, is asked by all tests."""
+    indexer = Indexer(load_settings(tokenizers=f"m={folder}"), Clock(), way=request.param)
     hold(indexer, "pod-t", tokenizer.encode(PROMPT).ids)
     rendered = f"<turn>system be brief</s><turn>user {PROMPT}</s><turn>assistant "
     hold(indexer, "pod-c", tokenizer.encode(rendered, add_special_tokens=False).ids)
-    return indexer
+    yield indexer
+    indexer.close()
 
 
 def hold(indexer: Indexer, pod: str, ids: list[int]) -> None:
@@ -136,10 +139,12 @@ def test_what_cannot_be_had_now_is_503(make_indexer: Callable[..., Indexer], fol
     assert "tokenizer_timeout_s" in response.json()["detail"]
 
 
-def test_figures(talking: Indexer) -> None:
+def test_figures(make_indexer: Callable[..., Indexer], folder: Path, tokenizer: Tokenizer) -> None:
+    indexer = make_indexer(tokenizers=f"m={folder}")
+    hold(indexer, "pod-t", tokenizer.encode(PROMPT).ids)
     for _ in range(3):
-        ask(talking, text=PROMPT)
-    page = talking.get("/metrics").text
+        ask(indexer, text=PROMPT)
+    page = indexer.get("/metrics").text
     assert "kvindexer_tokenizer_cache_hits_total 2.0" in page
     assert "kvindexer_tokenizer_cache_misses_total 1.0" in page
     assert "kvindexer_tokenizer_loads_total 1.0" in page

@@ -20,6 +20,7 @@ import pytest
 
 from app.client import AsyncClient
 from app.demo.router import Router
+from app.demo.runner import DemoOutcome, DemoSettings, _drive
 from app.replay.indexer import own_indexer
 from tests.experiment.traces import conversations, write_mooncake
 
@@ -179,6 +180,26 @@ def test_a_signal_at_any_moment_leaves_nothing_and_no_traceback(number: int, tmp
         # Before any line of ours could run, or asked to terminate before it had begun anything: the system's own.
         assert process.returncode in (-signal.SIGINT, -signal.SIGTERM), said
         assert output == "", said
+
+
+def test_a_cancellation_that_got_lost_in_the_start_ends_the_traffic_at_once() -> None:
+    """As a signal makes one. A wait that ends at the same moment can swallow it, on Python 3.11 in asyncio.wait_for."""
+    shown: list[str] = []
+
+    async def body() -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(DEADLINE_S)
+        await _drive(DemoSettings(seconds=None), DemoOutcome(), lambda *_: shown.append("traffic"))
+
+    async def run() -> None:
+        task = asyncio.create_task(body())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert shown == []
 
 
 def test_a_taken_port_is_one_sentence() -> None:

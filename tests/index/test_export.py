@@ -258,7 +258,7 @@ def test_a_guess_of_the_size_changes_nothing_but_time(said: int) -> None:
     importing = fresh.start_import(saved_at=0, elapsed=0, now=0)
     for slot in index.slots():
         importing.slot(slot, context=contexts[slot.context - 1], source=sources[slot.source - 1])
-    importing.expect(other_names=said)
+    importing.expect(other_names=said, entries=dict.fromkeys(contexts, said))
     for frame in frames:
         assert importing.frame(frame)
     before = all_names(index, first.sources, first.contexts, 0)

@@ -524,6 +524,13 @@ class SideBySide(RuleBasedStateMachine):
         for name in ("contexts_evicted", "orphans_dropped", "speculative_refused"):
             assert getattr(native, name) == getattr(oracle, name), name
 
+    @rule(context=st.integers(0, len(CONTEXTS) - 1))
+    def ask_by_content(self, context: int) -> None:
+        """From then on the contents of this context are in tables; before, in a list that nothing looks through."""
+        twin = self.known_context(context)
+        if twin is not None:
+            self.contents.grid(twin.native, bytes(4 * CONTEXTS[context][2]), 0, lambda prefixes: prefixes)
+
     @precondition(lambda self: self.steps > 60)
     @rule()
     def drop_everything(self) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import http.server
 import os
 import socket
 import threading
@@ -585,6 +586,81 @@ def test_an_engine_behind_something_that_was_none_is_followed(publishers: Callab
             engine = publishers(port=port)
             engine.publish(3)
             await at.until(lambda: at.ledger.state() is not SourceState.DOWN, "followed")
+
+    asyncio.run(run())
+
+
+class _Web(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class _WebThatStaysOpen(_Web):
+    def send_error(self, *_: object, **__: object) -> None:
+        self.wfile.write(b"HTTP/1.1 400 Bad Request\r\nConnection: keep-alive\r\nContent-Length: 0\r\n\r\n")
+        self.rfile.read()
+
+
+class _Silent(_Web):
+    def handle(self) -> None:
+        self.rfile.read()
+
+
+@contextmanager
+def web(handler: type[_Web], port: int = 0) -> Iterator[int]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+IMPATIENT = dataclasses.replace(SETTINGS, sockets=dataclasses.replace(SOCKETS, handshake_patience_s=0.3))
+
+
+@pytest.mark.parametrize("handler", [_Web, _WebThatStaysOpen, _Silent])
+def test_what_is_no_publisher_is_told_and_an_engine_behind_it_followed(
+    publishers: Callable[..., Publisher], handler: type[_Web]
+) -> None:
+    """A web server that closes, one that does not, and one that says nothing at all."""
+    said = "connected to tcp://127.0.0.1:{}, but the handshake fails: "
+
+    async def run() -> None:
+        with scene(IMPATIENT) as at:
+            with web(handler) as port:
+                at.ingest.pod_added(PodSpec("pod", "m", zmq_endpoint=f"tcp://127.0.0.1:{port}"))
+                await at.until(
+                    lambda: at.ledger.entry().causes[-1].startswith(said.format(port)), "told what is wrong"
+                )
+                assert at.ledger.state() is SourceState.DOWN
+                failures = at.ingest.counters()["handshake_failures"]
+                assert failures > 0
+                await at.until(
+                    lambda: at.ingest.counters()["handshake_failures"] > failures + 1, "tried again"
+                )
+            told = [cause for cause in at.ledger.entry().causes if cause.startswith(said.format(port))]
+            assert len(told) < at.ingest.counters()["handshake_failures"], "not each time that it fails"
+            publishers(port=port).publish(3)
+            await at.until(lambda: at.ledger.state() is not SourceState.DOWN, "followed")
+
+    asyncio.run(run())
+
+
+def test_another_kind_of_zmq_socket_is_told(publishers: Callable[..., Publisher]) -> None:
+    """The engine's replay port in place of its stream, say."""
+    del publishers
+
+    async def run() -> None:
+        with scene(IMPATIENT) as at, zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+            port = router.bind_to_random_port("tcp://127.0.0.1")
+            at.ingest.pod_added(PodSpec("pod", "m", zmq_endpoint=f"tcp://127.0.0.1:{port}"))
+            await at.until(lambda: "the handshake fails" in at.ledger.entry().causes[-1], "told")
+            assert at.ledger.state() is SourceState.DOWN
 
     asyncio.run(run())
 

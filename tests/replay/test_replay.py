@@ -101,9 +101,10 @@ def a_day_later(payload: str) -> str:
     return base64.b64encode(msgspec.msgpack.encode([ts + 86_400, *rest])).decode()
 
 
-def test_indexer_that_cannot_reach_the_publishers_is_reported(indexer: IndexerUnderTest) -> None:
+def test_indexer_that_does_not_follow_in_time_is_reported(indexer: IndexerUnderTest) -> None:
+    """In no time at all: as a rule it has not even subscribed, on a busy machine it may just have."""
     capture = load_capture(CAPTURES / "core" / "v0.33.0.jsonl")
-    with pytest.raises(Unresponsive, match="did not subscribe"):
+    with pytest.raises(Unresponsive, match=r"did not subscribe|published up to"):
         Replay(capture, indexer, ReplaySettings(deadline_s=0.0)).run()
     assert not indexer.has_pod("pod-a")
 

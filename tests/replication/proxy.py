@@ -1,4 +1,4 @@
-"""A TCP proxy between an indexer and its Redis that can be made to drop or to refuse."""
+"""A TCP proxy between an indexer and its Redis that can be made to drop, to hold or to refuse."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import Any
 
 
 class Proxy:
-    """`mode` is "pass", "drop" (bytes of both directions vanish, old connections and new ones) or "refuse"."""
+    """`mode` is "pass", "drop" (bytes of both directions vanish, of old connections and new ones), "hold" (they wait, and
+    come late: packets that are sent again until the way is open) or "refuse"."""
 
     def __init__(self, target: int) -> None:
         self._target = target
         self._mode = "pass"
+        self._flowing = asyncio.Event()
+        self._flowing.set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._thread.start()
@@ -37,7 +40,12 @@ class Proxy:
         self._call(self._set(mode))
 
     async def _set(self, mode: str) -> None:
+        assert mode in ("pass", "drop", "hold", "refuse"), mode
         before, self._mode = self._mode, mode
+        if mode == "hold":
+            self._flowing.clear()
+        else:
+            self._flowing.set()
         if mode == "refuse":
             assert self._server is not None
             self._server.close()
@@ -63,6 +71,7 @@ class Proxy:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(65_536):
+                await self._flowing.wait()
                 if self._mode == "pass":
                     writer.write(data)
                     await writer.drain()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +26,10 @@ def free_port() -> int:
 
 
 class RedisServer:
-    """`keep`: every command is on disk before it is answered, so a kill loses nothing. `tls`: it speaks nothing else."""
+    """Started at once; `start` comes back on the same port.
+
+    `keep`: every command is on disk before it is answered, so a kill loses nothing. `tls`: it speaks nothing else.
+    """
 
     def __init__(
         self, folder: Path, *, keep: bool = False, tls: bool = False, options: tuple[str, ...] = ()
@@ -67,6 +73,16 @@ class RedisServer:
         if self._process is not None:
             self._end(signal.SIGTERM)
 
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """It neither answers nor closes a connection meanwhile."""
+        assert self._process is not None, "it does not run"
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
     def _end(self, number: signal.Signals) -> None:
         assert self._process is not None, "it does not run"
         self._process.send_signal(number)
@@ -75,3 +91,18 @@ class RedisServer:
 
     def client(self) -> redis.Redis:
         return redis.Redis(port=self.port)
+
+
+@contextlib.contextmanager
+def serving_redis(*, keep: bool = False, options: tuple[str, ...] = ()) -> Iterator[RedisServer]:
+    with tempfile.TemporaryDirectory() as folder:
+        server = RedisServer(Path(folder), keep=keep, options=options)
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+def cluster_options() -> tuple[str, ...]:
+    """For a node of a cluster: its bus on a free port too."""
+    return ("--cluster-enabled", "yes", "--cluster-port", str(free_port()))

@@ -86,10 +86,10 @@ class Fleet:
         self.replicas: list[Replica] = []
         self.posted: dict[str, list[dict[str, Any]]] = {}  # pod -> events, one a batch
 
-    def post(self, http: httpx.Client, pod: str, event: dict[str, Any]) -> None:
+    def post(self, http: httpx.Client, pod: str, event: dict[str, Any], **more: Any) -> None:
         """With the next number of the pod."""
         events = self.posted.setdefault(pod, [])
-        post(http, pod, event, seq=len(events))
+        post(http, pod, event, seq=len(events), **more)
         events.append(event)
 
     def start(self, count: int = 1, *, url: str | None = None, **settings: str) -> list[Replica]:

@@ -11,9 +11,11 @@ import pytest
 
 from tests.replication.proxy import proxied
 from tests.replication.redis_server import RedisServer
+from tests.replication.test_followed import fleet
 from tests.replication.test_replicas import (
     agree,
     depths,
+    figure,
     is_ready,
     post,
     replicas,
@@ -109,6 +111,28 @@ def test_the_outbox_is_bounded(redis_server: RedisServer) -> None:
         assert answer.headers["retry-after"] == "1"
         assert stats(one)["replication"]["outbox_bytes"] == 0
         assert stats(one)["replication"]["outbox_refused"] == 1
+
+
+def test_followed_streams_wait_for_room_in_the_outbox(redis_server: RedisServer) -> None:
+    """What an engine tells cannot be refused: it is not read on, and nothing of it is lost."""
+    with (
+        proxied(redis_server.port) as proxy,
+        fleet(f"redis://127.0.0.1:{proxy.port}/0", 2) as all_,
+    ):
+        (one,) = all_.start(KVINDEXER_REDIS_OUTBOX_BYTES_MAX="4096", KVINDEXER_REDIS_LEASE_TTL_S="60")
+        all_.publish(5)
+        all_.until_exact()
+        proxy.set("refuse")
+        all_.publish(200)
+        wait_until(
+            lambda: figure(one.http, "zmq_queued_batches") > 100, "what has no room waits in the queue"
+        )
+        found = stats(one.http)["replication"]
+        assert 4_096 <= found["outbox_bytes"] < 2 * 4_096, "full, and no more than a batch beyond it"
+        proxy.set("pass")
+        all_.until_exact()
+        assert figure(one.http, "zmq_queued_batches") == 0
+        assert all(len(publisher.batches) == 205 for publisher in all_.publishers.values())
 
 
 def test_redis_may_come_after_the_replicas(tmp_path: Path) -> None:

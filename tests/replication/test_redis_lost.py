@@ -7,17 +7,34 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import httpx
 import pytest
 
 from app.replication.redis_log import order
 from tests.replication.proxy import proxied
 from tests.replication.redis_server import RedisServer
 from tests.replication.test_followed import fleet
-from tests.replication.test_replicas import agree, depths, is_ready, post, stats, stored, wait_until
+from tests.replication.test_replicas import (
+    agree,
+    depths,
+    figure,
+    is_ready,
+    owners,
+    post,
+    stats,
+    stored,
+    wait_until,
+)
 
 
 def replication(http: object) -> dict[str, int]:
     found = stats(http)["replication"]  # type: ignore[arg-type]
+    assert isinstance(found, dict)
+    return found
+
+
+def rank_of(http: httpx.Client, pod: str) -> dict[str, str]:
+    found = http.get(f"/v1/pods/{pod}").json()["ranks"][0]
     assert isinstance(found, dict)
     return found
 
@@ -85,6 +102,50 @@ def test_what_was_posted_survives_a_redis_without_its_data(tmp_path: Path) -> No
         server.stop()
 
 
+def test_everything_is_flushed_while_replicas_stay_connected(redis_server: RedisServer) -> None:
+    """No connection breaks: the keys are gone, with the log, the snapshots and the leases."""
+    with fleet(redis_server.url, 4) as all_:
+        all_.start(3)
+        all_.publish(10)
+        all_.until_exact()
+        all_.until_shared()
+        all_.post(all_.clients[0], "counted", stored([5_000_001]))
+        post(all_.clients[1], "uncounted", stored([5_000_001]))
+        wait_until(lambda: agree(all_.clients), "quiet")
+        before = str(replication(all_.clients[0])["log"])
+        doubting: set[int] = set()
+        ready: list[int] = []
+
+        def have_another_log() -> bool:
+            states = [rank_of(http, "counted")["state"] for http in all_.clients]
+            doubting.update(number for number, state in enumerate(states) if state == "degraded")
+            ready.append(sum(map(is_ready, all_.clients)))
+            logs = [str(replication(http)["log"]) for http in all_.clients]
+            return before not in logs and len(set(logs)) == 1 and "" not in logs
+
+        with redis_server.client() as client:
+            client.flushall()
+        all_.publish(5)
+        wait_until(have_another_log, "a new log")
+        assert doubting == {0, 1, 2}, "meanwhile nobody passes its rows off as up to date"
+        assert min(ready) > 0, "and there is always one to be asked"
+        wait_until(lambda: all(map(is_ready, all_.clients)) and agree(all_.clients), "ready again")
+        assert sorted(replication(http)["logs_begun"] for http in all_.clients) == [0, 0, 1]
+        for http in all_.clients:
+            assert depths(http, 5_000_001) == {"counted": 1, "uncounted": 1}, "nothing that was known is lost"
+            assert rank_of(http, "counted")["state"] == "live"
+            assert "Redis lost" in rank_of(http, "uncounted")["cause"]
+        assert all_.clients[0].delete("/v1/pods/uncounted").status_code == 204, (
+            "the reference has numbers only"
+        )
+        all_.publish(5)
+        all_.post(all_.clients[2], "counted", stored([5_000_002], 5_000_001))
+        all_.start()
+        all_.until_exact()
+        all_.until_shared()
+        wait_until(lambda: agree(all_.clients), "a new one finds all of it")
+
+
 def test_redis_loses_the_end_of_the_log(tmp_path: Path) -> None:
     folder, copy = tmp_path / "redis", tmp_path / "copy"
     folder.mkdir()
@@ -129,16 +190,22 @@ def test_a_new_replica_begins_from_a_snapshot_and_the_log_is_trimmed(redis_serve
         (one,) = all_.start()
         all_.publish(30)
         all_.until_exact()
+        all_.post(one.http, "posted", stored([5_000_001, 5_000_002]), owner="agent1")
 
         def trimmed() -> bool:
             all_.publish(1)
             return replication(one.http)["trimmed_groups"] > 0
 
         wait_until(trimmed, "the log is trimmed behind the snapshots")
-        (late,) = all_.start()
+        (late,) = all_.start(KVINDEXER_SNAPSHOT_INTERVAL_S="4")
         all_.until_exact()
         assert replication(late.http)["snapshots_loaded"] == 1
+        wait_until(
+            lambda: figure(late.http, "snapshot_saved_at_seconds") > 0, "it knows of the others' snapshots"
+        )
+        assert figure(late.http, "snapshot_saved_total") == 0, "and had no need to write one"
         assert agree(all_.clients)
+        assert owners(late.http) == {"agent1": 2}
 
 
 def test_a_replica_that_was_trimmed_past_loads_the_snapshot(redis_server: RedisServer) -> None:

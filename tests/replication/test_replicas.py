@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -53,6 +54,12 @@ def stats(http: httpx.Client) -> dict[str, Any]:
     found = http.get("/v1/stats").json()
     assert isinstance(found, dict)
     return found
+
+
+def figure(http: httpx.Client, name: str) -> float:
+    """A metric without labels."""
+    (line,) = re.findall(rf"^kvindexer_{name} (\S+)$", http.get("/metrics").text, re.MULTILINE)
+    return float(line)
 
 
 def agree(clients: list[httpx.Client]) -> bool:

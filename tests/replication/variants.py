@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.replication.redis_server import RedisServer, free_port
+from tests.replication.redis_server import RedisServer, cluster_options
 
 DEADLINE_S = 60.0
 SLOTS = 16_384
@@ -80,9 +80,8 @@ class Cluster:
             for number in range(NODES):
                 place = folder / f"node-{number}"
                 place.mkdir()
-                options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
-                bus = ("--cluster-port", str(free_port()))
-                self.nodes.append(RedisServer(place, options=(*options, *bus)))
+                options = (*cluster_options(), "--cluster-node-timeout", "2000")
+                self.nodes.append(RedisServer(place, options=options))
             self._join()
         except BaseException:
             self.stop()

@@ -112,10 +112,11 @@ def test_every_length() -> None:
         refusal(content[:length])
 
 
-def test_a_file_of_the_version_before(tmp_path: Path) -> None:
-    """As this one, without contents among its frames."""
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_file_of_a_version_before(tmp_path: Path, version: int) -> None:
+    """As this one, without claims among its frames and owners in its state, and 2 without contents."""
     path = tmp_path / "snapshot"
-    start = b"KVIXSNAP" + (2).to_bytes(4, "little")
+    start = b"KVIXSNAP" + version.to_bytes(4, "little")
     encoder = FrameEncoder()
     encoder._checksum = hashing.digest(start)
     path.write_bytes(b"".join((start, *(encoder.index(frame) for frame in FRAMES), encoder.state(STATE))))
@@ -140,7 +141,7 @@ def test_frames_in_another_order(tmp_path: Path) -> None:
     [
         (b"", "is not a snapshot"),
         (b"PK\x03\x04 something else entirely", "is not a snapshot"),
-        (b"KVIXSNAP\x01\x00\x00\x00", "version 1, and this program reads 2 and 3"),
+        (b"KVIXSNAP\x01\x00\x00\x00", "version 1, and this program reads 2 to 4"),
         (b"KVIXSNAP\x02\x00\x00\x00", "its end is missing"),
         (b"KVIXSNAP\x02\x00\x00\x00\x01\x01", "ends within the frame at byte 12"),
         (b"KVIXSNAP\x02\x00\x00\x00\x07" + bytes(8), "there is no frame at byte 12"),

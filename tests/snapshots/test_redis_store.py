@@ -18,7 +18,7 @@ from app.service import IndexerService, index_limits
 from app.snapshots import redis_store
 from app.snapshots.keeper import SnapshotKeeper
 from app.snapshots.redis_store import Placed, RedisSource, RedisStore
-from tests.replication.servers import RedisServer, serving_redis
+from tests.replication.redis_server import RedisServer, serving_redis
 from tests.snapshots.test_file import FRAMES, STATE
 from tests.test_service import Clock, batch, stored
 

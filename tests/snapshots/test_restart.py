@@ -96,6 +96,39 @@ def test_posted_events_outlive_an_orderly_end(tmp_path: Path) -> None:
         assert rows(http, 4) == {"pod-a": (1, "degraded")}
 
 
+def test_owners_and_hints_outlive_an_orderly_end(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot"
+    blocks = {"type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None, "block_size": 4}
+    event = {**blocks, "token_ids": [1] * 4 + [2] * 4, "metadata": {"agent_id": "planner"}}
+    asked = {"model": "m", "token_ids": [2] * 4}
+
+    def picture(http: httpx.Client) -> list[Any]:
+        held = http.post("/v1/match", json={"model": "m", "token_ids": event["token_ids"]}).json()["matches"]
+        found = [
+            http.post("/v1/fuzzy-match", json={**asked, "exclude": exclude}).json()["blocks"]
+            for exclude in ([], ["agent1"], ["agent1", "agent2"])
+        ]
+        return [http.get("/v1/owners").json(), [row["hints"] for row in held], found]
+
+    with indexer(path) as http:
+        for owner in ("agent1:system", "agent2", "gone"):
+            body = {"pod": "pod-a", "model": "m", "events": [event], "owner": owner}
+            http.post("/v1/events", json=body).raise_for_status()
+        http.delete("/v1/owners/gone").raise_for_status()
+        before = picture(http)
+    assert before[0] == {
+        "owners": [{"owner": "agent1:system", "blocks": 2}, {"owner": "agent2", "blocks": 2}]
+    }
+    assert [hint["metadata"] for (hint,) in before[1]] == [{"agent_id": "planner"}]
+    assert [[match["owners"] for block in blocks for match in block["matches"]] for blocks in before[2]] == [
+        [["agent1:system", "agent2"]],
+        [["agent2"]],
+        [],
+    ]
+    with indexer(path) as http:
+        assert picture(http) == before
+
+
 def test_killed_without_a_word_in_between_snapshots(tmp_path: Path) -> None:
     path = tmp_path / "snapshot"
     with indexer(path, kill=True) as http:

@@ -1,0 +1,472 @@
+// The two scans over a NearTable that a search spends its time in: of words, and of records.
+//
+// A scan is given many buckets at once, each with the queries that ask there. It exists four times: with
+// AVX-512 VPOPCNTDQ (Ice Lake, Zen 4 and later), where a cache line is compared in four instructions, with
+// AVX2, where it takes thirty (or, for many who ask at one bucket, some forty for all that lies there), with
+// POPCNT, and in portable C++. The choice is made when an index is made.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "near_nodes.hpp"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define KVINDEXER_NEAR_X86 1
+#endif
+
+namespace kvindexer {
+
+struct WordScan {
+  Asked asked;
+  const WordNode* heads;
+  const WordPool& pool;
+  const uint32_t* words;  // by query: the word that a record with its SimHash would have
+};
+
+struct RecordScan {
+  Asked asked;
+  const Bucket* buckets;
+  const RecordPool& records;
+  const WordPool& pool;
+};
+
+// Forced inline: GCC 12 drops calls of functions that only prefetch. Each step reads what an earlier one
+// fetched.
+[[gnu::always_inline]] inline void prefetch_ahead(const WordScan& scan, const Visit* visit) {
+  __builtin_prefetch(scan.heads + visit[kScanAhead].bucket);
+  uint32_t number = scan.heads[visit[9].bucket].next_number;
+  __builtin_prefetch(&scan.pool.at(number));
+  number = scan.pool.at(scan.heads[visit[6].bucket].next_number).next_number;
+  __builtin_prefetch(&scan.pool.at(number));
+  number = scan.pool.at(scan.pool.at(scan.heads[visit[3].bucket].next_number).next_number).next_number;
+  __builtin_prefetch(&scan.pool.at(number));
+}
+
+[[gnu::always_inline]] inline void prefetch_ahead(const RecordScan& scan, const Visit* visit) {
+  __builtin_prefetch(scan.buckets + visit[kScanAhead].bucket);
+  const Bucket& bucket = scan.buckets[visit[kScanAhead / 2].bucket];
+  for (uint32_t j = 0; j < Bucket::kInline && j * 8 < bucket.size; ++j)
+    __builtin_prefetch(scan.records.at(bucket.nodes[j]).simhash);
+}
+
+[[gnu::always_inline]] inline void scan_words(const WordScan& scan, std::vector<Candidate>& out) {
+  for (size_t i = 0; i + kScanAhead < scan.asked.visits.size(); ++i) {
+    prefetch_ahead(scan, &scan.asked.visits[i]);
+    const Visit& visit = scan.asked.visits[i];
+    const WordNode* node = scan.heads + visit.bucket;
+    while (true) {
+      for (uint32_t j = visit.begin; j < scan.asked.visits[i + 1].begin; ++j) {
+        const Ask ask = scan.asked.asks[j];
+        const int limit = static_cast<int>(ask.distance_max());
+        for (uint32_t lane = 0; lane < node->count; ++lane)
+          if (__builtin_popcount(node->words[lane] ^ scan.words[ask.query()]) <= limit)
+            out.push_back({ask.query(), visit.bucket, node->words[lane]});
+      }
+      if (node->next_number == 0) break;
+      node = &scan.pool.at(node->next_number);
+    }
+  }
+}
+
+[[gnu::always_inline]] inline void scan_records(const RecordScan& scan, std::vector<Candidate>& out) {
+  for (size_t i = 0; i + kScanAhead < scan.asked.visits.size(); ++i) {
+    prefetch_ahead(scan, &scan.asked.visits[i]);
+    const Visit& visit = scan.asked.visits[i];
+    const Bucket& bucket = scan.buckets[visit.bucket];
+    for (uint32_t first = 0; first < bucket.size; first += 8) {
+      const RecordNode& node = scan.records.at(node_number(bucket, first / 8, scan.pool));
+      const uint32_t lanes = std::min<uint32_t>(8, bucket.size - first);
+      for (uint32_t j = visit.begin; j < scan.asked.visits[i + 1].begin; ++j)
+        for (uint32_t lane = 0; lane < lanes; ++lane)
+          if (static_cast<unsigned>(__builtin_popcountll(node.simhash[lane] ^
+                                                         scan.asked.queries[scan.asked.asks[j].query()])) <=
+              scan.asked.distance_max)
+            out.push_back({scan.asked.asks[j].query(), visit.bucket, first + lane});
+    }
+  }
+}
+
+inline void scan_words_portable(const WordScan& scan, std::vector<Candidate>& out) { scan_words(scan, out); }
+inline void scan_records_portable(const RecordScan& scan, std::vector<Candidate>& out) {
+  scan_records(scan, out);
+}
+
+#ifdef KVINDEXER_NEAR_X86
+
+#define KVINDEXER_TARGET_POPCNT [[gnu::target("popcnt")]]
+#define KVINDEXER_TARGET_AVX2 [[gnu::target("avx2"), gnu::always_inline]]
+#define KVINDEXER_TARGET_AVX512 [[gnu::target("avx512f,avx512vpopcntdq")]]
+
+KVINDEXER_TARGET_POPCNT inline void scan_words_popcnt(const WordScan& scan, std::vector<Candidate>& out) {
+  scan_words(scan, out);
+}
+KVINDEXER_TARGET_POPCNT inline void scan_records_popcnt(const RecordScan& scan, std::vector<Candidate>& out) {
+  scan_records(scan, out);
+}
+
+// Out of line, so that the scans keep their registers: a hit is rare.
+[[gnu::noinline]] inline void add_words(std::vector<Candidate>& out, uint32_t query, uint32_t bucket,
+                                        const uint32_t* words, uint32_t lanes) {
+  for (; lanes != 0; lanes &= lanes - 1) out.push_back({query, bucket, words[std::countr_zero(lanes)]});
+}
+[[gnu::noinline]] inline void add_records(std::vector<Candidate>& out, uint32_t query, uint32_t bucket,
+                                          uint32_t first, uint32_t lanes) {
+  for (; lanes != 0; lanes &= lanes - 1)
+    out.push_back({query, bucket, first + static_cast<uint32_t>(std::countr_zero(lanes))});
+}
+
+// The bits that are set in each byte, by a table of the sixteen nibbles (Mula's method).
+KVINDEXER_TARGET_AVX2 inline __m256i bits_of_bytes(__m256i bytes) {
+  const __m256i table = _mm256_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4,  //
+                                         0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4);
+  const __m256i low = _mm256_set1_epi8(15);
+  return _mm256_add_epi8(_mm256_shuffle_epi8(table, _mm256_and_si256(bytes, low)),
+                         _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low)));
+}
+// A bit for each of 8 words, where it differs from the pattern in fewer than `limit` bits.
+KVINDEXER_TARGET_AVX2 inline uint32_t words_below(__m256i words, __m256i pattern, __m256i limit) {
+  const __m256i bytes = bits_of_bytes(_mm256_xor_si256(words, pattern));
+  const __m256i pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi8(1));
+  const __m256i sums = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(limit, sums))));
+}
+// The same for 4 SimHashes.
+KVINDEXER_TARGET_AVX2 inline uint32_t simhashes_below(__m256i simhashes, __m256i pattern, __m256i limit) {
+  const __m256i bytes = bits_of_bytes(_mm256_xor_si256(simhashes, pattern));
+  const __m256i sums = _mm256_sad_epu8(bytes, _mm256_setzero_si256());
+  return static_cast<uint32_t>(_mm256_movemask_pd(_mm256_castsi256_pd(_mm256_cmpgt_epi64(limit, sums))));
+}
+
+// Where many ask at a bucket, its words are laid out anew for them: 32 at a time, a vector for each of their
+// eight nibbles. Then an ask takes a shuffle and an addition a nibble, with the sixteen distances from its
+// own nibble for a table, where words as they lie take three times as long.
+inline constexpr uint32_t kAsksLaidOut = 4;  // from here on it pays
+
+struct NibbleDistances {
+  alignas(16) uint8_t from[16][16];
+};
+inline constexpr NibbleDistances kNibbleDistances = [] {
+  NibbleDistances distances{};
+  for (unsigned a = 0; a < 16; ++a)
+    for (unsigned b = 0; b < 16; ++b) distances.from[a][b] = static_cast<uint8_t>(std::popcount(a ^ b));
+  return distances;
+}();
+
+inline constexpr uint32_t kLanes = 32;
+constexpr uint32_t word_of_lane(uint32_t lane) { return lane % 16 / 4 * 8 + lane / 16 * 4 + lane % 4; }
+inline constexpr std::array<uint32_t, kLanes + 1> kLanesUsed = [] {  // by so many words
+  std::array<uint32_t, kLanes + 1> used{};
+  for (uint32_t count = 0; count <= kLanes; ++count)
+    for (uint32_t lane = 0; lane < kLanes; ++lane)
+      used[count] |= static_cast<uint32_t>(word_of_lane(lane) < count) << lane;
+  return used;
+}();
+
+class LaidOut {
+ public:
+  // At most kLanes. What is behind the last of fewer words does not matter.
+  KVINDEXER_TARGET_AVX2 LaidOut(const uint32_t* words, uint32_t count) {
+    const __m256i* const from = reinterpret_cast<const __m256i*>(words);
+    const __m256i by_byte = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15,  //
+                                             0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m256i a = _mm256_shuffle_epi8(_mm256_load_si256(from), by_byte);
+    const __m256i b = _mm256_shuffle_epi8(_mm256_load_si256(from + 1), by_byte);
+    const __m256i c = _mm256_shuffle_epi8(_mm256_load_si256(from + 2), by_byte);
+    const __m256i d = _mm256_shuffle_epi8(_mm256_load_si256(from + 3), by_byte);
+    const __m256i ab_low = _mm256_unpacklo_epi32(a, b), ab_high = _mm256_unpackhi_epi32(a, b);
+    const __m256i cd_low = _mm256_unpacklo_epi32(c, d), cd_high = _mm256_unpackhi_epi32(c, d);
+    split(0, _mm256_unpacklo_epi64(ab_low, cd_low));
+    split(2, _mm256_unpackhi_epi64(ab_low, cd_low));
+    split(4, _mm256_unpacklo_epi64(ab_high, cd_high));
+    split(6, _mm256_unpackhi_epi64(ab_high, cd_high));
+    used_ = kLanesUsed[count];
+  }
+
+  // A bit for each lane whose word differs from the pattern in at most so many bits.
+  KVINDEXER_TARGET_AVX2 uint32_t near(uint32_t pattern, uint32_t distance_max) const {
+    // Where the table for a nibble begins: in each byte.
+    const uint32_t even = (pattern & 0x0F0F0F0F) << 4, odd = pattern & 0xF0F0F0F0;
+    const __m256i a = _mm256_add_epi8(distances(0, even & 0xFF), distances(1, odd & 0xFF));
+    const __m256i b = _mm256_add_epi8(distances(2, even >> 8 & 0xFF), distances(3, odd >> 8 & 0xFF));
+    const __m256i c = _mm256_add_epi8(distances(4, even >> 16 & 0xFF), distances(5, odd >> 16 & 0xFF));
+    const __m256i d = _mm256_add_epi8(distances(6, even >> 24), distances(7, odd >> 24));
+    const __m256i sum = _mm256_add_epi8(_mm256_add_epi8(a, b), _mm256_add_epi8(c, d));
+    const __m256i limit = _mm256_set1_epi8(static_cast<char>(distance_max + 1));
+    return used_ & static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpgt_epi8(limit, sum)));
+  }
+
+ private:
+  KVINDEXER_TARGET_AVX2 void split(unsigned nibble, __m256i bytes) {
+    const __m256i low = _mm256_set1_epi8(15);
+    nibbles_[nibble] = _mm256_and_si256(bytes, low);
+    nibbles_[nibble + 1] = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low);
+  }
+  KVINDEXER_TARGET_AVX2 __m256i distances(unsigned nibble, size_t table_from) const {
+    const __m256i table = _mm256_broadcastsi128_si256(
+        _mm_load_si128(reinterpret_cast<const __m128i*>(kNibbleDistances.from[0] + table_from)));
+    return _mm256_shuffle_epi8(table, nibbles_[nibble]);
+  }
+
+  __m256i nibbles_[8];
+  uint32_t used_;
+};
+
+[[gnu::noinline]] inline void add_lanes(std::vector<Candidate>& out, uint32_t query, uint32_t bucket,
+                                        uint32_t lanes) {
+  for (; lanes != 0; lanes &= lanes - 1)
+    out.push_back({query, bucket, word_of_lane(static_cast<uint32_t>(std::countr_zero(lanes)))});
+}
+
+// Puts down the words that are near to those who ask, by their places among these. Up to eight words behind
+// the first 32 are compared as they lie. Of a query's pattern the lower half counts.
+template <class Pattern>
+KVINDEXER_TARGET_AVX2 inline void ask_laid_out(const uint32_t* words, uint32_t count, const Pattern* patterns,
+                                               const Ask* ask, const Ask* end, uint32_t bucket,
+                                               std::vector<Candidate>& out) {
+  if (count > 8) {
+    const LaidOut laid_out(words, std::min(count, kLanes));
+    for (const Ask* each = ask; each < end; ++each) {
+      const uint32_t near =
+          laid_out.near(static_cast<uint32_t>(patterns[each->query()]), each->distance_max());
+      if (__builtin_expect(near != 0, 0)) add_lanes(out, each->query(), bucket, near);
+    }
+    if (count <= kLanes) return;
+  }
+  const uint32_t first = count > 8 ? kLanes : 0;
+  const __m256i rest = _mm256_load_si256(reinterpret_cast<const __m256i*>(words + first));
+  const uint32_t used = (1u << (count - first)) - 1;
+  for (const Ask* each = ask; each < end; ++each) {
+    const __m256i pattern = _mm256_set1_epi32(static_cast<int>(patterns[each->query()]));
+    const __m256i limit = _mm256_set1_epi32(static_cast<int>(each->distance_max()) + 1);
+    const uint32_t near = used & words_below(rest, pattern, limit);
+    if (__builtin_expect(near != 0, 0)) add_records(out, each->query(), bucket, first, near);
+  }
+}
+inline constexpr uint32_t kLaidOutMax = kLanes + 8;
+
+// All words of a bucket, for all who ask there.
+KVINDEXER_TARGET_AVX2 inline void scan_laid_out(const WordScan& scan, const Visit& visit, const Ask* ask,
+                                                const Ask* end, std::vector<Candidate>& out) {
+  alignas(32) uint32_t words[kLaidOutMax + 16];
+  uint32_t count = 0;
+  const WordNode* node = scan.heads + visit.bucket;
+  for (bool is_last = false; !is_last || count != 0;) {
+    for (; !is_last && count <= kLaidOutMax; node = &scan.pool.at(node->next_number)) {
+      __m256i* const to = reinterpret_cast<__m256i*>(words + count);
+      const __m256i* const from = reinterpret_cast<const __m256i*>(node->words);
+      _mm256_storeu_si256(to, _mm256_load_si256(from));
+      _mm256_storeu_si256(to + 1, _mm256_load_si256(from + 1));
+      count += node->count;
+      is_last = node->next_number == 0;
+    }
+    const uint32_t now = count <= kLaidOutMax ? count : kLanes;
+    const size_t begin = out.size();
+    ask_laid_out(words, now, scan.words, ask, end, visit.bucket, out);
+    for (size_t i = begin; i < out.size(); ++i) out[i].word_or_slot = words[out[i].word_or_slot];
+    count -= now;
+    std::copy(words + now, words + now + count, words);
+  }
+}
+
+// Of candidates by the lower halves of their SimHashes, from `begin` on: those by the whole.
+[[gnu::noinline, gnu::target("popcnt")]] inline void keep_near(const RecordScan& scan, const Bucket& bucket,
+                                                               uint32_t first, size_t begin,
+                                                               std::vector<Candidate>& out) {
+  size_t kept = begin;
+  for (size_t i = begin; i < out.size(); ++i) {
+    const uint32_t slot = first + out[i].word_or_slot;
+    const uint64_t simhash = scan.records.at(node_number(bucket, slot / 8, scan.pool)).simhash[slot & 7];
+    const int distance = __builtin_popcountll(simhash ^ scan.asked.queries[out[i].query]);
+    if (static_cast<unsigned>(distance) <= scan.asked.distance_max)
+      out[kept++] = {out[i].query, out[i].bucket, slot};
+  }
+  out.resize(kept);
+}
+
+// All records of a bucket, for all who ask there: by the lower halves of their SimHashes first.
+KVINDEXER_TARGET_AVX2 inline void scan_laid_out(const RecordScan& scan, const Visit& visit, const Ask* ask,
+                                                const Ask* end, std::vector<Candidate>& out) {
+  const Bucket& bucket = scan.buckets[visit.bucket];
+  alignas(32) uint32_t words[kLaidOutMax];
+  for (uint32_t first = 0, now; first < bucket.size; first += now) {
+    const uint32_t left = bucket.size - first;
+    now = left <= kLaidOutMax ? left : kLanes;
+    for (uint32_t slot = 0; slot < now; slot += 8) {
+      const RecordNode& node = scan.records.at(node_number(bucket, (first + slot) / 8, scan.pool));
+      const __m256 front = _mm256_load_ps(reinterpret_cast<const float*>(node.simhash));
+      const __m256 back = _mm256_load_ps(reinterpret_cast<const float*>(node.simhash + 4));
+      const __m256i lower = _mm256_castps_si256(_mm256_shuffle_ps(front, back, 0x88));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(words + slot), _mm256_permute4x64_epi64(lower, 0xD8));
+    }
+    const size_t begin = out.size();
+    ask_laid_out(words, now, scan.asked.queries, ask, end, visit.bucket, out);
+    if (out.size() != begin) keep_near(scan, bucket, first, begin, out);
+  }
+}
+
+[[gnu::target("avx2")]] inline void scan_words_avx2(const WordScan& scan, std::vector<Candidate>& out) {
+  const Visit* const last = scan.asked.visits.data() + scan.asked.visits.size() - kScanAhead;
+  const Ask* const asks = scan.asked.asks.data();
+  for (const Visit* visit = scan.asked.visits.data(); visit < last; ++visit) {
+    prefetch_ahead(scan, visit);
+    const Ask* const end = asks + visit[1].begin;
+    if (visit[1].begin - visit->begin >= kAsksLaidOut) {
+      scan_laid_out(scan, *visit, asks + visit->begin, end, out);
+      continue;
+    }
+    const WordNode* node = scan.heads + visit->bucket;
+    while (true) {
+      const __m256i front = _mm256_load_si256(reinterpret_cast<const __m256i*>(node->words));
+      const __m256i back = _mm256_load_si256(reinterpret_cast<const __m256i*>(node->words + 8));
+      const uint32_t used = (1u << node->count) - 1;
+      for (const Ask* ask = asks + visit->begin; ask < end; ++ask) {
+        const __m256i pattern = _mm256_set1_epi32(static_cast<int>(scan.words[ask->query()]));
+        const __m256i limit = _mm256_set1_epi32(static_cast<int>(ask->distance_max()) + 1);
+        const uint32_t near =
+            used & (words_below(front, pattern, limit) | words_below(back, pattern, limit) << 8);
+        if (__builtin_expect(near != 0, 0)) add_words(out, ask->query(), visit->bucket, node->words, near);
+      }
+      if (node->next_number == 0) break;
+      node = &scan.pool.at(node->next_number);
+    }
+  }
+}
+
+[[gnu::target("avx2")]] inline void scan_records_avx2(const RecordScan& scan, std::vector<Candidate>& out) {
+  const Visit* const last = scan.asked.visits.data() + scan.asked.visits.size() - kScanAhead;
+  const Ask* const asks = scan.asked.asks.data();
+  const __m256i limit = _mm256_set1_epi64x(scan.asked.distance_max + 1);
+  for (const Visit* visit = scan.asked.visits.data(); visit < last; ++visit) {
+    prefetch_ahead(scan, visit);
+    const Ask* const end = asks + visit[1].begin;
+    if (visit[1].begin - visit->begin >= kAsksLaidOut) {
+      scan_laid_out(scan, *visit, asks + visit->begin, end, out);
+      continue;
+    }
+    const Bucket& bucket = scan.buckets[visit->bucket];
+    for (uint32_t first = 0; first < bucket.size; first += 8) {
+      const RecordNode& node = scan.records.at(node_number(bucket, first / 8, scan.pool));
+      const __m256i front = _mm256_load_si256(reinterpret_cast<const __m256i*>(node.simhash));
+      const __m256i back = _mm256_load_si256(reinterpret_cast<const __m256i*>(node.simhash + 4));
+      const uint32_t used = bucket.size - first >= 8 ? 0xFF : (1u << (bucket.size - first)) - 1;
+      for (const Ask* ask = asks + visit->begin; ask < end; ++ask) {
+        const __m256i pattern = _mm256_set1_epi64x(static_cast<long long>(scan.asked.queries[ask->query()]));
+        const uint32_t near =
+            used & (simhashes_below(front, pattern, limit) | simhashes_below(back, pattern, limit) << 4);
+        if (__builtin_expect(near != 0, 0)) add_records(out, ask->query(), visit->bucket, first, near);
+      }
+    }
+  }
+}
+
+KVINDEXER_TARGET_AVX512 inline void scan_words_avx512(const WordScan& scan, std::vector<Candidate>& out) {
+  const Visit* const last = scan.asked.visits.data() + scan.asked.visits.size() - kScanAhead;
+  const Ask* const asks = scan.asked.asks.data();
+  const uint32_t* const patterns = scan.words;
+  for (const Visit* visit = scan.asked.visits.data(); visit < last; ++visit) {
+    prefetch_ahead(scan, visit);
+    const Ask* const end = asks + visit[1].begin;
+    const WordNode* node = scan.heads + visit->bucket;
+    while (true) {
+      const __m512i words = _mm512_load_si512(node);
+      const __mmask16 used = static_cast<__mmask16>((1u << node->count) - 1);
+      for (const Ask* ask = asks + visit->begin; ask < end; ++ask) {
+        const __m512i pattern = _mm512_set1_epi32(static_cast<int>(patterns[ask->query()]));
+        const __m512i limit = _mm512_set1_epi32(static_cast<int>(ask->distance_max()));
+        const __mmask16 near =
+            _mm512_mask_cmple_epu32_mask(used, _mm512_popcnt_epi32(_mm512_xor_si512(words, pattern)), limit);
+        if (__builtin_expect(near != 0, 0)) add_words(out, ask->query(), visit->bucket, node->words, near);
+      }
+      if (node->next_number == 0) break;
+      node = &scan.pool.at(node->next_number);
+    }
+  }
+}
+
+KVINDEXER_TARGET_AVX512 inline void scan_records_avx512(const RecordScan& scan, std::vector<Candidate>& out) {
+  const Visit* const last = scan.asked.visits.data() + scan.asked.visits.size() - kScanAhead;
+  const Ask* const asks = scan.asked.asks.data();
+  const uint64_t* const queries = scan.asked.queries;
+  const __m512i limit = _mm512_set1_epi64(scan.asked.distance_max);
+  for (const Visit* visit = scan.asked.visits.data(); visit < last; ++visit) {
+    prefetch_ahead(scan, visit);
+    const Ask* const end = asks + visit[1].begin;
+    const Bucket& bucket = scan.buckets[visit->bucket];
+    for (uint32_t first = 0; first < bucket.size; first += 8) {
+      const RecordNode& node = scan.records.at(node_number(bucket, first / 8, scan.pool));
+      const __m512i simhashes = _mm512_load_si512(node.simhash);
+      const __mmask8 used =
+          static_cast<__mmask8>(bucket.size - first >= 8 ? 0xFF : (1u << (bucket.size - first)) - 1);
+      for (const Ask* ask = asks + visit->begin; ask < end; ++ask) {
+        const __m512i pattern = _mm512_set1_epi64(static_cast<long long>(queries[ask->query()]));
+        const __mmask8 near = _mm512_mask_cmple_epu64_mask(
+            used, _mm512_popcnt_epi64(_mm512_xor_si512(simhashes, pattern)), limit);
+        if (__builtin_expect(near != 0, 0)) add_records(out, ask->query(), visit->bucket, first, near);
+      }
+    }
+  }
+}
+
+#endif
+
+// A bit for each of 8 values that has the pattern under the mask.
+[[gnu::always_inline]] inline uint32_t lanes_alike_portable(const uint64_t* values, uint64_t mask,
+                                                            uint64_t pattern) {
+  uint32_t lanes = 0;
+  for (uint32_t lane = 0; lane < 8; ++lane)
+    lanes |= static_cast<uint32_t>((values[lane] & mask) == pattern) << lane;
+  return lanes;
+}
+#ifdef KVINDEXER_NEAR_X86
+[[gnu::target("avx2")]] inline uint32_t lanes_alike_avx2(const uint64_t* values, uint64_t mask,
+                                                         uint64_t pattern) {
+  const __m256i masks = _mm256_set1_epi64x(static_cast<long long>(mask));
+  const __m256i patterns = _mm256_set1_epi64x(static_cast<long long>(pattern));
+  const auto half = [&](const uint64_t* at) __attribute__((target("avx2"))) {
+    const __m256i found = _mm256_and_si256(_mm256_load_si256(reinterpret_cast<const __m256i*>(at)), masks);
+    return static_cast<uint32_t>(
+        _mm256_movemask_pd(_mm256_castsi256_pd(_mm256_cmpeq_epi64(found, patterns))));
+  };
+  return half(values) | half(values + 4) << 4;
+}
+#endif
+inline uint32_t lanes_alike(const uint64_t* values, uint64_t mask, uint64_t pattern) {
+#ifdef KVINDEXER_NEAR_X86
+  static const bool has_avx2 = __builtin_cpu_supports("avx2");
+  if (has_avx2) return lanes_alike_avx2(values, mask, pattern);
+#endif
+  return lanes_alike_portable(values, mask, pattern);
+}
+
+struct NearScans {
+  void (*words)(const WordScan&, std::vector<Candidate>&);
+  void (*records)(const RecordScan&, std::vector<Candidate>&);
+};
+
+// All that this machine runs, the fastest first.
+inline std::span<const NearScans> native_scans() {
+  static constexpr NearScans kScans[] = {
+#ifdef KVINDEXER_NEAR_X86
+      {scan_words_avx512, scan_records_avx512},
+      {scan_words_avx2, scan_records_avx2},
+      {scan_words_popcnt, scan_records_popcnt},
+#endif
+      {scan_words_portable, scan_records_portable},
+  };
+  size_t first = 0;
+#ifdef KVINDEXER_NEAR_X86
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512vpopcntdq")) first = 1;
+  if (first == 1 && !__builtin_cpu_supports("avx2")) first = 2;
+  if (first == 2 && !__builtin_cpu_supports("popcnt")) first = 3;
+#endif
+  return std::span<const NearScans>(kScans).subspan(first);
+}
+
+}  // namespace kvindexer

@@ -1,0 +1,146 @@
+"""The feed between the receiver thread and a writer that has no room now and then."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from app.ingest.actions import Deliver, Report
+from app.ingest.feed import Feed, QueueLimits, Stream
+from app.ingest.vllm import decode_batch
+from app.ingest.zmq import ZmqIngest
+from app.pods import PodSpec, SourceState
+from tests.ingest.publisher import Publisher, payload_of
+from tests.ingest.test_zmq import SETTINGS, Ledger, Scene
+
+BATCHES_MAX = 8
+
+
+@dataclasses.dataclass
+class Gate:
+    """As many batches as the writer has room for, then it is blocked."""
+
+    ledger: Ledger
+    room: int
+
+    def is_blocked(self) -> bool:
+        return len(self.ledger.entry().seqs) >= self.room
+
+
+class Bench:
+    """A feed on the running loop, put into from the same thread."""
+
+    def __init__(self, room: int) -> None:
+        self.ledger = Ledger()
+        self.gate = Gate(self.ledger, room)
+        self.resumed = 0
+        self.stream = Stream("pod", 0, "tcp://127.0.0.1:1", None)
+        self.feed = Feed(
+            self.ledger,
+            decode_batch,
+            QueueLimits(queue_batches_max=BATCHES_MAX),
+            asyncio.get_running_loop(),
+            self._resume,
+            is_blocked=self.gate.is_blocked,
+        )
+
+    def _resume(self) -> None:
+        self.resumed += 1
+
+    def put(self, *seqs: int) -> None:
+        for seq in seqs:
+            self.feed.put(self.stream, Deliver(seq, payload_of(seq)))
+
+    async def rest(self) -> None:
+        """Until the loop has nothing of the feed's left to do: it goes in single rounds."""
+        for _ in range(10 * BATCHES_MAX):
+            await asyncio.sleep(0)
+
+    @property
+    def applied(self) -> list[int]:
+        return self.ledger.entry().seqs
+
+
+def test_what_a_blocked_writer_has_no_room_for_waits_in_order() -> None:
+    async def play() -> None:
+        bench = Bench(room=2)
+        bench.put(0, 1, 2)
+        bench.feed.put(bench.stream, Report(SourceState.LIVE, cause="behind them"))
+        bench.put(3)
+        bench.feed.flush()
+        await bench.rest()
+        assert bench.applied == [0, 1], "blocked in the middle of a drain"
+        assert bench.ledger.entry().states == [], "nothing overtakes"
+        assert bench.feed.queued_batches == 3
+        assert bench.feed.queued_bytes == len(payload_of(2)) + len(payload_of(3))
+        slices = bench.feed.counters.drain_slices
+        await bench.rest()
+        assert bench.feed.counters.drain_slices == slices, "it does not ask again and again"
+        bench.gate.room = 100
+        bench.feed.flush()
+        await bench.rest()
+        assert bench.applied == [0, 1, 2, 3]
+        assert bench.ledger.entry().states == [SourceState.LIVE]
+        assert (bench.feed.queued_batches, bench.feed.queued_bytes) == (0, 0)
+
+    asyncio.run(play())
+
+
+def test_reading_stops_at_the_bound_and_goes_on_when_there_is_room() -> None:
+    async def play() -> None:
+        bench = Bench(room=0)
+        bench.put(*range(BATCHES_MAX))
+        bench.feed.flush()
+        await bench.rest()
+        assert bench.applied == []
+        assert bench.feed.is_full(), "the thread stops reading, and the publisher's own queue fills"
+        assert (bench.feed.pauses, bench.resumed) == (1, 0)
+        bench.gate.room = BATCHES_MAX // 2
+        bench.feed.flush()
+        await bench.rest()
+        assert (len(bench.applied), bench.resumed) == (BATCHES_MAX // 2, 0), "half of it must be free"
+        bench.gate.room += 1
+        bench.feed.flush()
+        await bench.rest()
+        assert bench.resumed == 1
+        assert not bench.feed.is_full()
+
+    asyncio.run(play())
+
+
+def test_a_stream_whose_writer_was_blocked_is_exact_afterwards() -> None:
+    async def play() -> None:
+        publisher = Publisher()
+        try:
+            ledger = Ledger()
+            gate = Gate(ledger, room=0)
+            ingest = ZmqIngest(ledger, SETTINGS, is_blocked=gate.is_blocked)
+            at = Scene(ledger, ingest)
+            ingest.pod_added(
+                PodSpec(
+                    "pod",
+                    "m",
+                    zmq_endpoint=f"tcp://127.0.0.1:{publisher.port}",
+                    replay_endpoint=f"tcp://127.0.0.1:{publisher.replay_port}",
+                )
+            )
+            ingest.start()
+            try:
+                publisher.publish(20)
+                await at.until(lambda: ingest.queued_batches >= 20, "they wait")
+                assert ledger.entry().seqs == []
+                for room in (5, 6, 1_000):
+                    gate.room = room
+                    ingest.unblocked()
+                    await at.until(
+                        lambda room=room: len(ledger.entry().seqs) == min(room, 20),  # type: ignore[misc]
+                        "as many as there is room for",
+                    )
+                publisher.publish(5)
+                await at.until_exact(publisher)
+            finally:
+                ingest.stop()
+        finally:
+            publisher.kill()
+
+    asyncio.run(play())

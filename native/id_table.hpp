@@ -510,6 +510,9 @@ class IdTable {
     page_bytes_ += segment.memory.bytes();
     segment.count = buckets_in(pages);
     segment.bucket_bits = static_cast<uint8_t>(std::countr_zero(segment.count));
+    // Invariant: bucket and tag leave no bit out between them. A half that needs fewer buckets than the whole
+    // had (skewed keys) would; the bits in front of a tag are known wherever it is.
+    segment.tag_from = static_cast<uint8_t>(std::min<unsigned>(segment.tag_from, segment.bucket_end()));
     segment.fill_max = segment.count * kEntries * (segment.depth < kBentDepth ? 77 : 122) / 128;
     segment.size = 0;
   }

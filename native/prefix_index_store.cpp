@@ -1,7 +1,6 @@
 // Storing: how what engines say becomes records, names and holders.
 #include <algorithm>
 #include <array>
-#include <new>
 
 #include "prefix_index.hpp"
 
@@ -160,6 +159,7 @@ void PrefixIndex::release_waiters(Context& context, const Frame& parent, size_t 
 size_t PrefixIndex::store_run(const Storing& by, Frame& frame) {
   const size_t begin = frame.next;
   const size_t end = frame.engine_hashes.size();
+  if (begin == end) return 0;
   if (!frame.slot) frame.slot = slot_of(by.context, frame.place);
   for (size_t at = begin; at < end; at = frame.next) {
     store_known(by, frame);
@@ -294,7 +294,7 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
     if (context.prefixes.find(prefix, at.prefix) != kNoBlock) break;
     if (names_.find(at.key, at.name) != kNoBlock || has_other_name(at.key)) break;
     if (context.prefixes.size() >= limits_.prefixes_per_context_max) evict(context);
-    if (pool_.is_full()) throw std::bad_alloc();
+    if (pool_.is_full()) break;  // the general way says so
     const BlockId id = pool_.add();
     BlockRecord& record = pool_[id];
     record.prefix = prefix;

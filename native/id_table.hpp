@@ -425,9 +425,10 @@ class IdTable {
     std::memcpy(whole.data(), lower.buckets(), sizeof(whole));
     const unsigned shift = kTagBits - 1 - (lower.bucket_end() - lower.tag_from);
     upper.first_spot = lower.first_spot | uint64_t{1} << (63 - lower.depth);
-    upper.depth = lower.depth = static_cast<uint8_t>(lower.depth + 1);
+    upper.depth = static_cast<uint8_t>(lower.depth + 1);
     upper.tag_from = lower.tag_from;
-    lay_out(upper, kSegmentPages);
+    lay_out(upper, kSegmentPages);  // may throw: nothing has changed yet
+    lower.depth = upper.depth;
     lay_out(lower, kSegmentPages);
     lifted_.clear();
     for (uint32_t at = 0; at < kCount; ++at) {
@@ -458,9 +459,10 @@ class IdTable {
     const size_t high_count = static_cast<size_t>(std::count_if(
         lifted.begin(), lifted.end(), [bit](const Lifted& entry) { return (entry.spot & bit) != 0; }));
     upper.first_spot = lower.first_spot | bit;
-    upper.depth = lower.depth = static_cast<uint8_t>(lower.depth + 1);
+    upper.depth = static_cast<uint8_t>(lower.depth + 1);
     upper.tag_from = lower.tag_from;
     lay_out(upper, pages_after_split(high_count));
+    lower.depth = upper.depth;
     lay_out(lower, pages_after_split(lifted.size() - high_count));
     for (const Lifted& entry : lifted) put((entry.spot & bit) != 0 ? upper : lower, entry.spot, entry.id);
   }

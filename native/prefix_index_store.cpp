@@ -118,7 +118,7 @@ uint64_t PrefixIndex::store_frame(Context& context, Frame first, Tick now, bool 
       continue;
     }
     const size_t block = frame.next++;
-    prefix_at(frame, frame.prefixes.size() - 1);
+    prefix_at(frame, block);
     if (frame.is_living(block)) {
       store_block(by, frame);
       ++stored;

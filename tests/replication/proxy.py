@@ -57,13 +57,15 @@ class Proxy:
             await self._listen()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
         try:
             onward_reader, onward = await asyncio.open_connection("127.0.0.1", self._target)
         except OSError:
             writer.transport.abort()
+            self._writers.discard(writer)
             return
+        self._writers.add(onward)
         for pair in ((reader, onward), (onward_reader, writer)):
-            self._writers.add(pair[1])
             task = asyncio.create_task(self._pump(*pair))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -85,11 +87,13 @@ class Proxy:
         self._loop.close()
 
     async def _end(self) -> None:
+        """Whatever is still connecting, waiting or flowing comes to its end before the loop does."""
         if self._server is not None:
             self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while others := asyncio.all_tasks(self._loop) - {asyncio.current_task()}:
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
         for writer in list(self._writers):
             writer.transport.abort()
         await asyncio.sleep(0)

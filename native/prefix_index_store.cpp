@@ -154,6 +154,26 @@ void PrefixIndex::release_waiters(Context& context, const Frame& parent, size_t 
   }
 }
 
+// What is done for every block that is stored, however it came into its record.
+inline void PrefixIndex::see(const Storing& by, Frame& frame, size_t block, BlockId id) {
+  Context& context = by.context;
+  BlockRecord& record = pool_[id];
+  record.last_seen = by.now;
+  frame.before = id;
+  if (!by.told && marks_ == 0) return;
+  if (by.told && block < frame.plain && !record.is_plain) {
+    record.is_plain = true;
+    if (frame.tokens != nullptr)
+      contents_.born(context.id, frame.prefixes[block], frame.tokens + block * context.block_bytes,
+                     context.block_bytes);
+    else
+      contents_.born(context.id, frame.prefixes[block], frame.contents[block]);
+  }
+  if (by.told && frame.owner != 0)
+    owners_.claim(context.claims, frame.prefixes[block], *frame.slot, frame.owner);
+  if (marks_ != 0) confirm(context, frame.prefixes[block], context.slots[*frame.slot].local);
+}
+
 // Stores the next blocks of a frame, of which none is awaited, up to one that takes more than these three
 // ways; returns how many.
 size_t PrefixIndex::store_run(const Storing& by, Frame& frame) {
@@ -309,25 +329,6 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
     see(by, frame, block, id);
   }
   sets_.release(alone, references - static_cast<uint32_t>(2 * (frame.next - begin)));
-}
-
-// What is done for every block that is stored, however it came into its record.
-inline void PrefixIndex::see(const Storing& by, Frame& frame, size_t block, BlockId id) {
-  Context& context = by.context;
-  BlockRecord& record = pool_[id];
-  record.last_seen = by.now;
-  frame.before = id;
-  if (by.told && block < frame.plain && !record.is_plain) {
-    record.is_plain = true;
-    if (frame.tokens != nullptr)
-      contents_.born(context.id, frame.prefixes[block], frame.tokens + block * context.block_bytes,
-                     context.block_bytes);
-    else
-      contents_.born(context.id, frame.prefixes[block], frame.contents[block]);
-  }
-  if (by.told && frame.owner != 0)
-    owners_.claim(context.claims, frame.prefixes[block], *frame.slot, frame.owner);
-  if (marks_ != 0) confirm(context, frame.prefixes[block], context.slots[*frame.slot].local);
 }
 
 // The block that comes next in a frame (`next` is past it already), whatever there is of it.

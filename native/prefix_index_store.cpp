@@ -283,14 +283,15 @@ void PrefixIndex::store_renamed(const Storing& by, Frame& frame) {
 }
 
 // The next blocks whose prefixes and names are new. What their insertion needs of the tables is fetched while
-// the blocks before them are inserted.
+// the blocks before them are inserted, for kAhead blocks at once: a prefetch waits for its page walk, and
+// walks that are asked for together go on together.
 void PrefixIndex::store_new(const Storing& by, Frame& frame) {
   struct Ahead {
     PrefixTable::Spot prefix;
     NameTable::Spot name;
     uint64_t key;
   };
-  std::array<Ahead, kAhead> ring;
+  std::array<Ahead, 2 * kAhead> ring;
   Context& context = by.context;
   Slot& slot = context.slots[*frame.slot];
   const size_t begin = frame.next;
@@ -300,16 +301,21 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
   sets_.retain(alone, references);
   for (size_t fetched = begin; frame.next < end; ++frame.next) {
     const size_t block = frame.next;
-    // Of the first block it is not known yet whether it is new.
-    const size_t ahead = block == begin ? block + 1 : std::min(end, block + kAhead);
-    for (; fetched < ahead; ++fetched) {
-      const uint64_t key = mix64(frame.engine_hashes[fetched]);
-      Ahead& next = ring[fetched % kAhead];
-      next = {PrefixTable::spot_of(prefix_at(frame, fetched)), NameTable::spot_of(key), key};
-      context.prefixes.prefetch(next.prefix);
-      names_.prefetch(next.name);
+    if (block == begin || fetched < std::min(end, block + kAhead)) {
+      // Of the first block it is not known yet whether it is new.
+      const size_t first = fetched;
+      const size_t ahead = block == begin ? block + 1 : std::min(end, fetched + kAhead);
+      for (; fetched < ahead; ++fetched) {
+        const uint64_t key = mix64(frame.engine_hashes[fetched]);
+        ring[fetched % ring.size()] = {PrefixTable::spot_of(prefix_at(frame, fetched)),
+                                       NameTable::spot_of(key), key};
+      }
+      for (size_t i = first; i < ahead; ++i) {
+        context.prefixes.prefetch(ring[i % ring.size()].prefix);
+        names_.prefetch(ring[i % ring.size()].name);
+      }
     }
-    const Ahead& at = ring[block % kAhead];
+    const Ahead& at = ring[block % ring.size()];
     const uint64_t prefix = frame.prefixes[block];
     if (context.prefixes.find(prefix, at.prefix) != kNoBlock) break;
     if (names_.find(at.key, at.name) != kNoBlock || has_other_name(at.key)) break;

@@ -48,16 +48,23 @@ class Bucket:
         self._requests = burst
         self._at_s = 0.0
 
+    def is_empty(self, now_s: float) -> bool:
+        """Whether `take` would have to wait."""
+        return not self.is_endless and self._held(now_s) < 1.0
+
     def take(self, now_s: float) -> float:
         """Takes one and returns 0.0, or the seconds after which there is one."""
         assert not self.is_endless, "without a rate nothing is counted"
-        held = min(self._burst, self._requests + (now_s - self._at_s) * self._rate_per_s)
+        held = self._held(now_s)
         self._at_s = now_s
         if held < 1.0:
             self._requests = held
             return (1.0 - held) / self._rate_per_s
         self._requests = held - 1.0
         return 0.0
+
+    def _held(self, now_s: float) -> float:
+        return min(self._burst, self._requests + (now_s - self._at_s) * self._rate_per_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

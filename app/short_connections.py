@@ -100,9 +100,10 @@ class ShortConnection(BoundedProtocol):
             if len(self._held) < self._whole_bytes:
                 return
             data, request, self._held = bytes(self._held), self._held_request, None
-            if len(data) == self._whole_bytes and self._answers_at_once(request, data):
-                return
-        elif self._is_free():
+            if len(data) > self._whole_bytes or not self._answers_at_once(request, data, was_held=True):
+                self._take_over(data)
+            return
+        if self._is_free():
             request = self._find(data)
             if request is not None:
                 if len(data) < self._whole_bytes:
@@ -139,10 +140,10 @@ class ShortConnection(BoundedProtocol):
 
     def _hold(self, request: Any, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        self._rests = False
+        self._flush()
         self._held_request, self._held = request, bytearray(data)
 
-    def _answers_at_once(self, request: Any, data: bytes) -> bool:
+    def _answers_at_once(self, request: Any, data: bytes, *, was_held: bool = False) -> bool:
         state = self.server_state
         if state.default_headers is not self._headers_of_all:
             self._headers_of_all = state.default_headers
@@ -163,16 +164,35 @@ class ShortConnection(BoundedProtocol):
             return False
         usual, self.app = self.app, answer
         try:
-            self._leave_to_uvicorn(data)  # which makes a task of it
+            (self._take_over if was_held else self._leave_to_uvicorn)(data)  # which makes a task of it
         finally:
             self.app = usual
         return True
 
     def _leave_to_uvicorn(self, data: bytes) -> None:
-        if self._rests:
-            self._outbox.flush()  # the answer before goes out before
-            self._rests = False
+        self._flush()
         super().data_received(data)
+
+    def _take_over(self, data: bytes) -> None:
+        """A request that was waited for becomes uvicorn's. It was let in when its head came, so however many came in
+        since, it is not turned away; what is behind it is as any other."""
+        bound, self.limit_concurrency = self.limit_concurrency, None
+        try:
+            super().data_received(data[: self._whole_bytes])
+        finally:
+            self.limit_concurrency = bound
+        if len(data) > self._whole_bytes:
+            super().data_received(data[self._whole_bytes :])
+
+    def _flush(self) -> None:
+        """The answer before goes out before whatever comes now."""
+        if self._rests:
+            self._outbox.flush()
+            self._rests = False
+
+    def eof_received(self) -> None:
+        self._outbox.flush()  # who has sent all may still read, and behind this the transport closes
+        super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._hand_over()
@@ -187,7 +207,7 @@ class ShortConnection(BoundedProtocol):
         """The request that is waited for is uvicorn's from now on, which knows how to end one in its middle."""
         if self._held is not None:
             data, self._held = bytes(self._held), None
-            super().data_received(data)
+            self._take_over(data)
 
     def _unsupported_upgrade_warning(self) -> None:
         self._upgraded = True

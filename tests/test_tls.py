@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import re
 import signal
 import socket
 import ssl
@@ -115,6 +116,32 @@ def test_blocking_client(port: int, files: Files) -> None:
         assert (answer.degraded, answer.blocks) == (False, 1)
     with Client(url, api_key=KEY, settings=PATIENT) as untrusting:
         assert "certificate" in untrusting.match(Prompt(model="m", token_ids=[1])).cause.lower()
+
+
+def test_requests_that_do_not_wait_for_answers(port: int, files: Files) -> None:
+    """Those that are answered where they are read, and others between them, in pieces that are records."""
+    ids = iter(range(1_000))
+
+    def request(line: str, *more: str, body: bytes = b"") -> bytes:
+        lines = (f"{line} HTTP/1.1", "Host: h", f"Authorization: Bearer {KEY}", f"X-Request-ID: {next(ids)}")
+        return "\r\n".join([*lines, *more, "", ""]).encode() + body
+
+    body = b'{"model":"m","token_ids":[1,2,3,4]}'
+    with (
+        contextlib.closing(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)) as plain,
+        files.trust().wrap_socket(plain, server_hostname="localhost") as wire,
+    ):
+        for turn in range(40):
+            length = f"Content-Length: {len(body)}"
+            asked = request("POST /v1/match", "Content-Type: application/json", length, body=body)
+            for piece in (asked[: -turn or None], asked[len(asked) - turn :], request("GET /healthz")):
+                if piece:
+                    wire.sendall(piece)
+        received = b""
+        while received.count(b"x-request-id: ") < 80 or not received.endswith(b"}"):
+            received += wire.recv(65_536)
+    assert [int(number) for number in re.findall(rb"x-request-id: (\d+)", received)] == list(range(80))
+    assert received.count(b"HTTP/1.1 200 OK") == 80
 
 
 def test_asynchronous_client(port: int, files: Files) -> None:

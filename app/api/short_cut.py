@@ -67,7 +67,7 @@ class ShortCut:
         admission = None
         if self._access is not None:
             admission = self._access.admit("POST", path, headers)
-            if admission is None:
+            if admission is None or admission.bucket.is_empty(self._clock()):
                 return None
         return HotRequest(path, query_string, headers, way, notation, admission)
 

@@ -220,4 +220,44 @@ class HolderSets {
   size_t word_bytes_ = 0;
 };
 
+// Entries that take the same step, one after the other: from one set of holders to another and from one set
+// of owners to another. References move together, at the latest when this goes.
+class HolderStep {
+ public:
+  explicit HolderStep(HolderSets& sets) : sets_(sets) {}
+  HolderStep(const HolderStep&) = delete;
+  ~HolderStep() { settle(); }
+
+  bool is_from(SetId holders, SetId owners) const { return holders == holders_ && owners == owners_; }
+  SetId holders() const { return to_holders_; }
+  SetId owners() const { return to_owners_; }
+
+  // From now on it is another step: from these sets to themselves, until `lead_to` says where it leads.
+  void begin(SetId holders, SetId owners) {
+    settle();
+    holders_ = to_holders_ = holders;
+    owners_ = to_owners_ = owners;
+  }
+  // At least one entry takes it there.
+  void lead_to(SetId holders, SetId owners) {
+    to_holders_ = holders;
+    to_owners_ = owners;
+  }
+  // An entry has taken the step.
+  void take() { ++taken_; }
+
+ private:
+  void settle() {
+    sets_.retain(to_holders_, taken_);
+    sets_.retain(to_owners_, taken_);
+    sets_.release(holders_, taken_);
+    sets_.release(owners_, taken_);
+    taken_ = 0;
+  }
+
+  HolderSets& sets_;
+  SetId holders_ = kEmptySet, to_holders_ = kEmptySet, owners_ = kEmptySet, to_owners_ = kEmptySet;
+  uint32_t taken_ = 0;
+};
+
 }  // namespace kvindexer

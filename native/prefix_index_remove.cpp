@@ -41,15 +41,7 @@ size_t PrefixIndex::remove_run(Removal& removal, std::span<const uint64_t> engin
   std::array<Ahead, kAhead> ring{};
   Context& context = *removal.context;
   Slot& slot = context.slots[*removal.slot];
-  SetId holders = kEmptySet, owners = kEmptySet, holders_left = kEmptySet, owners_left = kEmptySet;
-  uint32_t moved = 0;
-  const auto settle = [&] {
-    sets_.retain(holders_left, moved);
-    sets_.retain(owners_left, moved);
-    sets_.release(holders, moved);
-    sets_.release(owners, moved);
-    moved = 0;
-  };
+  HolderStep step(sets_);
   size_t at = 0;
   for (; at < engine_hashes.size(); ++at) {
     const BlockId id = removal.near + removal.step;
@@ -58,25 +50,23 @@ size_t PrefixIndex::remove_run(Removal& removal, std::span<const uint64_t> engin
     if (record == nullptr || record->name != key || record->owners == kEmptySet || record->has_namesake)
       break;
     if (record->is_expired(now, limits_.ttl) || is_counted(context, key, record->prefix)) break;
-    if (record->holders != holders || record->owners != owners) {
-      settle();
-      if (sets_.context(record->owners) != context.id || !sets_.contains(record->owners, *removal.slot))
-        break;
-      if (!sets_.contains(record->holders, *removal.slot)) break;
-      holders = record->holders;
-      owners = record->owners;
-      holders_left = sets_.without(holders, *removal.slot);
-      owners_left = holders_left == kEmptySet ? kEmptySet : sets_.without(owners, *removal.slot);
+    if (!step.is_from(record->holders, record->owners)) {
+      const SetId holders = record->holders, owners = record->owners;
+      step.begin(holders, owners);
+      if (sets_.context(owners) != context.id || !sets_.contains(owners, *removal.slot)) break;
+      if (!sets_.contains(holders, *removal.slot)) break;
+      const SetId left = sets_.without(holders, *removal.slot);
+      step.lead_to(left, left == kEmptySet ? kEmptySet : sets_.without(owners, *removal.slot));
     }
     touch(key);
-    ++moved;
+    step.take();
     --slot.blocks;
     slot.digest -= mix64(record->prefix);
     removal.near = id;
-    if (holders_left != kEmptySet) {
-      record->holders = holders_left;
-      record->owners = owners_left;
-      if (owners_left == kEmptySet) names_.erase(key, id);
+    if (step.holders() != kEmptySet) {
+      record->holders = step.holders();
+      record->owners = step.owners();
+      if (step.owners() == kEmptySet) names_.erase(key, id);
       continue;
     }
     Ahead mine = ring[at % kAhead];
@@ -97,7 +87,6 @@ size_t PrefixIndex::remove_run(Removal& removal, std::span<const uint64_t> engin
     names_.erase(mine.in_names, id);
     pool_.free(id);
   }
-  settle();
   return at;
 }
 

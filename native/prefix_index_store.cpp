@@ -195,16 +195,8 @@ size_t PrefixIndex::store_run(const Storing& by, Frame& frame) {
 void PrefixIndex::store_known(const Storing& by, Frame& frame) {
   Context& context = by.context;
   Slot& slot = context.slots[*frame.slot];
-  SetId holders = kEmptySet, more_holders = kEmptySet, owners = kEmptySet, more_owners = kEmptySet;
+  HolderStep step(sets_);
   bool held = false;
-  uint32_t moved = 0;
-  const auto settle = [&] {
-    sets_.retain(more_holders, moved);
-    sets_.retain(more_owners, moved);
-    sets_.release(holders, moved);
-    sets_.release(owners, moved);
-    moved = 0;
-  };
   for (; frame.next < frame.engine_hashes.size(); ++frame.next) {
     const size_t block = frame.next;
     const uint64_t prefix = prefix_at(frame, block);
@@ -213,31 +205,27 @@ void PrefixIndex::store_known(const Storing& by, Frame& frame) {
     if (id == kNoBlock) break;
     BlockRecord& record = pool_[id];
     if (record.name != key || record.has_namesake || record.is_expired(by.now, limits_.ttl)) break;
-    if (record.holders != holders || record.owners != owners) {
-      settle();
-      holders = record.holders;
-      owners = record.owners;
-      held = sets_.contains(holders, *frame.slot);
-      if (owners == kEmptySet || held != sets_.contains(owners, *frame.slot)) break;
-      if (!held) {
-        more_holders = sets_.with(holders, context.id, *frame.slot);
-        more_owners = sets_.with(owners, context.id, *frame.slot);
-      }
+    if (!step.is_from(record.holders, record.owners)) {
+      step.begin(record.holders, record.owners);
+      held = sets_.contains(record.holders, *frame.slot);
+      if (record.owners == kEmptySet || held != sets_.contains(record.owners, *frame.slot)) break;
+      if (!held)
+        step.lead_to(sets_.with(record.holders, context.id, *frame.slot),
+                     sets_.with(record.owners, context.id, *frame.slot));
     }
     if (held) {
       if (by.count_copies && !frame.restating) break;
     } else {
       touch(key);
-      record.holders = more_holders;
-      record.owners = more_owners;
-      ++moved;
+      record.holders = step.holders();
+      record.owners = step.owners();
+      step.take();
       ++slot.blocks;
       slot.digest += mix64(prefix);
       frame.restating = false;
     }
     see(by, frame, block, id);
   }
-  settle();
 }
 
 // The same where the blocks have the names of another engine already, as they do when each engine draws a

@@ -379,3 +379,26 @@ def test_a_block_of_a_dropped_context_between_neighbours() -> None:
     index.context("n", None, 1, 0)
     removed = index.remove(source, tier=0, group=0, engine_hashes=uint64s(10, 9, 8, 110, 7, 6, 109), now=0)
     assert (removed.removed_blocks, removed.unknown_blocks) == (5, 2)
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_names_that_another_context_has_too_go_in_both(step: int) -> None:
+    """However far along a chain they begin: neighbours do not hide the others."""
+    index = PrefixIndex(IndexLimits(ttl_ticks=0))
+    source = index.add_source()
+    for model, names in (("m", range(1, 21)), ("n", range(8, 14))):
+        index.store(
+            source,
+            index.context(model, None, 1, 0),
+            tier=0,
+            group=0,
+            engine_hashes=uint64s(*names),
+            parent=None,
+            token_ids=struct.pack(f"<{len(names)}I", *names),
+            extra_keys=None,
+            now=0,
+        )
+    names = list(range(1, 21))[::step]
+    removed = index.remove(source, tier=0, group=0, engine_hashes=uint64s(*names), now=0)
+    assert (removed.removed_blocks, removed.unknown_blocks) == (26, 0)
+    assert index.blocks_by_tier(source) == (0, 0, 0, 0)

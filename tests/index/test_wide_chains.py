@@ -398,7 +398,7 @@ def test_names_that_another_context_has_too_go_in_both(step: int) -> None:
             extra_keys=None,
             now=0,
         )
-    names = list(range(1, 21))[::step]
-    removed = index.remove(source, tier=0, group=0, engine_hashes=uint64s(*names), now=0)
+    leaving = uint64s(*range(1, 21)[::step])
+    removed = index.remove(source, tier=0, group=0, engine_hashes=leaving, now=0)
     assert (removed.removed_blocks, removed.unknown_blocks) == (26, 0)
     assert index.blocks_by_tier(source) == (0, 0, 0, 0)

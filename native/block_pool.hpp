@@ -57,10 +57,6 @@ class BlockPool {
     const size_t chunk = id / kChunk;
     return chunk < bases_.size() && bases_[chunk] != nullptr ? &bases_[chunk][id % kChunk] : nullptr;
   }
-  bool is_free(BlockId id) const {
-    const BlockRecord* const record = peek(id);
-    return record == nullptr || record->holders == kEmptySet;
-  }
 
   void prefetch(BlockId id) const { __builtin_prefetch(&(*this)[id]); }
 

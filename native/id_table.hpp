@@ -101,7 +101,7 @@ class IdTable {
   void reserve(size_t entries) {
     if (size_ != 0 || directory_bits_ != 0) return;
     constexpr unsigned kBitsMax = 16;
-    const size_t full = size_t{buckets_in(kSegmentPages)} * kEntries * 122 / 128;
+    const size_t full = fill_max(buckets_in(kSegmentPages), kBentDepth);
     while (directory_bits_ < kBitsMax && (entries >> directory_bits_) > full) ++directory_bits_;
     if (directory_bits_ == 0) return;
     first_pages_ = kSegmentPages;
@@ -232,7 +232,7 @@ class IdTable {
       set(count, tag, id, is_away);
       ++count;
     }
-    // The same for an entry of this bucket, into places that were never used.
+    // The same for an entry of this bucket, into places that were never used: a fortieth off a store.
     void append(uint16_t tag, BlockId id) {
       tags[count] = tag;
       uint8_t* const at = packed_ids + count * 7 / 2;
@@ -515,10 +515,14 @@ class IdTable {
     // Invariant: bucket and tag leave no bit out between them. A half that needs fewer buckets than the whole
     // had (skewed keys) would; the bits in front of a tag are known wherever it is.
     segment.tag_from = static_cast<uint8_t>(std::min<unsigned>(segment.tag_from, segment.bucket_end()));
-    segment.fill_max = segment.count * kEntries * (segment.depth < kBentDepth ? 77 : 122) / 128;
+    segment.fill_max = fill_max(segment.count, segment.depth);
     segment.size = 0;
   }
 
+  // Entries of a segment of so many buckets.
+  static uint32_t fill_max(uint32_t buckets, uint32_t depth) {
+    return buckets * kEntries * (depth < kBentDepth ? 77 : 122) / 128;
+  }
   static uint32_t buckets_in(size_t pages) {
     return static_cast<uint32_t>(pages * Pages::kPageBytes / sizeof(Bucket));
   }

@@ -256,14 +256,7 @@ void PrefixIndex::store_renamed(const Storing& by, Frame& frame) {
       touch(key);
       BlockId same = id;
       hold(context, *frame.slot, same, prefix, by.now);
-      const SetId owners = sets_.with(other == nullptr ? kEmptySet : other->owners, context.id, *frame.slot);
-      sets_.retain(owners);
-      if (other == nullptr) {
-        other_names_.insert(OtherName{key, prefix, owners});
-      } else {
-        sets_.release(other->owners);
-        other->owners = owners;
-      }
+      own(context, *frame.slot, Naming{kNoBlock, other}, id, key);
       frame.restating = false;
     }
     see(by, frame, block, id);

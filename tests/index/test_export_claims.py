@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
 from app.index.prefix_index import IndexLimits, PrefixIndex
+from tests.index.exporting import export_frames
 
 BLOCK_SIZE = 8
 MODELS = ("m", "n", "o")
@@ -89,27 +90,8 @@ class Bench:
 
 
 def export(index: PrefixIndex, slice_: int, meanwhile: Callable[[], None]) -> list[bytes]:
-    """As the keeper of snapshots does it; `meanwhile` is called between any two slices, but not at the end."""
     writing = index.start_export()
-    frames: list[bytes] = []
-    for write in (writing.names, writing.claims):
-        done = False
-        while not done:
-            frame, done = write(slice_)
-            frames.append(frame)
-            meanwhile()
-    for _ in range(2):
-        frames += [writing.changes(slice_)[0], writing.claims(slice_)[0]]
-        meanwhile()
-    left = 1
-    while left:
-        frame, left = writing.changes(slice_)
-        frames.append(frame)
-    done = False
-    while not done:
-        frame, done = writing.claims(slice_)
-        frames.append(frame)
-    return frames
+    return export_frames(writing, writing.claims, slice_, meanwhile)
 
 
 def restored(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
 from app.index.prefix_index import IndexLimits, PrefixIndex
+from tests.index.exporting import export_frames
 
 BLOCK_SIZE = 8
 MODELS = ("m", "n")
@@ -120,23 +121,8 @@ def answers(fuzzy: FuzzyIndex, contexts: list[int], prompt: bytes) -> Answers:
 
 
 def export(index: PrefixIndex, slice_: int, meanwhile: Callable[[], None]) -> list[bytes]:
-    """As the keeper of snapshots does it; `meanwhile` is called between any two slices, but not at the end."""
     writing = index.start_export()
-    frames: list[bytes] = []
-    for write in (writing.names, writing.contents):
-        done = False
-        while not done:
-            frame, done = write(slice_)
-            frames.append(frame)
-            meanwhile()
-    for _ in range(2):
-        frames += [writing.changes(slice_)[0], writing.contents(slice_)[0]]
-        meanwhile()
-    left = 1
-    while left:
-        frame, left = writing.changes(slice_)
-        frames.append(frame)
-    frames.append(writing.contents(slice_)[0])
+    frames = export_frames(writing, writing.contents, slice_, meanwhile)
     assert writing.has_whole_contents()
     return frames
 

@@ -355,27 +355,28 @@ def test_wide_chains(seed: int) -> None:
     machine.end()
 
 
+def store_numbered(index: PrefixIndex, source: int, model: str, names: range) -> None:
+    """A chain of blocks of one token, each the number that is its engine hash too."""
+    index.store(
+        source,
+        index.context(model, None, 1, 0),
+        tier=0,
+        group=0,
+        engine_hashes=uint64s(*names),
+        parent=None,
+        token_ids=struct.pack(f"<{len(names)}I", *names),
+        extra_keys=None,
+        now=0,
+    )
+
+
 def test_a_block_of_a_dropped_context_between_neighbours() -> None:
     """Its name is found, and belongs to nobody; what comes next is not looked for in the context that is gone."""
     index = PrefixIndex(IndexLimits(ttl_ticks=0, contexts_max=2))
     source = index.add_source()
-
-    def store(model: str, names: range) -> None:
-        index.store(
-            source,
-            index.context(model, None, 1, 0),
-            tier=0,
-            group=0,
-            engine_hashes=uint64s(*names),
-            parent=None,
-            token_ids=struct.pack(f"<{len(names)}I", *names),
-            extra_keys=None,
-            now=0,
-        )
-
-    store("m", range(1, 11))
-    store("dropped", range(101, 111))
-    store("m", range(1, 11))
+    store_numbered(index, source, "m", range(1, 11))
+    store_numbered(index, source, "dropped", range(101, 111))
+    store_numbered(index, source, "m", range(1, 11))
     index.context("n", None, 1, 0)
     removed = index.remove(source, tier=0, group=0, engine_hashes=uint64s(10, 9, 8, 110, 7, 6, 109), now=0)
     assert (removed.removed_blocks, removed.unknown_blocks) == (5, 2)
@@ -386,18 +387,8 @@ def test_names_that_another_context_has_too_go_in_both(step: int) -> None:
     """However far along a chain they begin: neighbours do not hide the others."""
     index = PrefixIndex(IndexLimits(ttl_ticks=0))
     source = index.add_source()
-    for model, names in (("m", range(1, 21)), ("n", range(8, 14))):
-        index.store(
-            source,
-            index.context(model, None, 1, 0),
-            tier=0,
-            group=0,
-            engine_hashes=uint64s(*names),
-            parent=None,
-            token_ids=struct.pack(f"<{len(names)}I", *names),
-            extra_keys=None,
-            now=0,
-        )
+    store_numbered(index, source, "m", range(1, 21))
+    store_numbered(index, source, "n", range(8, 14))
     leaving = uint64s(*range(1, 21)[::step])
     removed = index.remove(source, tier=0, group=0, engine_hashes=leaving, now=0)
     assert (removed.removed_blocks, removed.unknown_blocks) == (26, 0)

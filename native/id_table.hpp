@@ -59,12 +59,13 @@ class IdTable {
   static Spot spot_of(uint64_t key) { return Spot{bend(key)}; }
 
   void prefetch(uint64_t key) const { prefetch(spot_of(key)); }
-  void prefetch(Spot spot) const {
+  void prefetch(Spot spot) const { prefetch(home_of(spot)); }
+  // Of a spot that was prefetched, once that is here: the bucket behind its own, where entries went on to it.
+  void prefetch_overflow(Spot spot) const {
     const Segment& segment = segments_[segment_of(bits(spot))];
-    const Bucket* at = segment.buckets() + segment.home(bits(spot));
-    // GCC 12 takes a function that only prefetches for one without effect and drops the calls.
-    asm volatile("" : : "r"(at));
-    __builtin_prefetch(at);
+    if (segment.size == 0) return;
+    const uint32_t home = segment.home(bits(spot));
+    if (segment.buckets()[home].passed != 0) prefetch(segment.buckets() + segment.next(home));
   }
 
   // The number of a record with this key, kNoBlock when there is none.
@@ -77,6 +78,20 @@ class IdTable {
       return true;
     });
     return found;
+  }
+
+  // What is known of a key that is probably new: the record that has it or, when there is none, where its
+  // entry goes. Means something until the table changes.
+  class Probe;
+  Probe probe(uint64_t key, Spot spot) {
+    Segment& segment = segments_[segment_of(bits(spot))];
+    if (segment.size < segment.fill_max) [[likely]] {
+      Bucket& home = segment.buckets()[segment.home(bits(spot))];
+      const uint16_t tag = segment.tag(bits(spot));
+      if (home.passed == 0 && home.count < kEntries && home.matches(tag) == 0)
+        return {kNoBlock, spot, tag, &segment, &home};
+    }
+    return {find(key, spot), spot};
   }
 
   // The number of a record that probably has this key, without a look at it; kNoBlock when there is none.
@@ -123,6 +138,13 @@ class IdTable {
       index = segment_of(bits(spot));
     }
     put(segments_[index], bits(spot), id);
+    ++size_;
+  }
+
+  void insert(const Probe& probe, BlockId id) {
+    if (probe.room_ == nullptr) return insert(probe.spot_, id);
+    probe.room_->add(probe.tag_, id, false);
+    ++probe.segment_->size;
     ++size_;
   }
 
@@ -203,9 +225,7 @@ class IdTable {
     uint8_t packed_ids[39];  // 28 bits each
 
     BlockId id(uint32_t place) const {
-      uint32_t bits;
-      std::memcpy(&bits, packed_ids + place * 7 / 2, sizeof(bits));
-      return bits >> (place & 1) * 4 & kIdMask;
+      return read(place) >> (place & 1) * 4 & kIdMask;
     }
     // Bit per entry with this tag.
     uint32_t matches(uint16_t tag) const {
@@ -228,37 +248,30 @@ class IdTable {
           return place;
       return kEntries;
     }
+    // Places behind the last entry have no bits of a number.
     void add(uint16_t tag, BlockId id, bool is_away) {
-      set(count, tag, id, is_away);
-      ++count;
-    }
-    // The same for an entry of this bucket, into places that were never used: a fortieth off a store.
-    void append(uint16_t tag, BlockId id) {
       tags[count] = tag;
-      uint8_t* const at = packed_ids + count * 7 / 2;
-      uint32_t bits;
-      std::memcpy(&bits, at, sizeof(bits));
-      bits |= id << (count & 1) * 4;
-      std::memcpy(at, &bits, sizeof(bits));
+      write(count, read(count) | id << (count & 1) * 4);
+      away = static_cast<uint16_t>(away | (is_away ? 1u : 0u) << count) & kAwayMask;
       ++count;
     }
     void remove(uint32_t place) {
-      --count;
-      set(place, tags[count], id(count), (away >> count & 1) != 0);
-      away = away & ((1u << count) - 1);  // no bits of entries that are not there
+      const uint32_t last = --count;
+      const BlockId moved = id(last);
+      tags[place] = tags[last];
+      write(place, (read(place) & ~(kIdMask << (place & 1) * 4)) | moved << (place & 1) * 4);
+      write(last, read(last) & ~(kIdMask << (last & 1) * 4));
+      const uint32_t bit = away >> last & 1;
+      away = static_cast<uint16_t>((away & ~(1u << place)) | bit << place) & ((1u << last) - 1);
     }
 
    private:
-    void set(uint32_t place, uint16_t tag, BlockId id, bool is_away) {
-      tags[place] = tag;
-      uint8_t* const at = packed_ids + place * 7 / 2;
-      const uint32_t shift = (place & 1) * 4;
+    uint32_t read(uint32_t place) const {  // with four bits of a neighbour
       uint32_t bits;
-      std::memcpy(&bits, at, sizeof(bits));
-      bits = (bits & ~(kIdMask << shift)) | id << shift;
-      std::memcpy(at, &bits, sizeof(bits));
-      away = static_cast<uint16_t>((away & ~(1u << place)) | (is_away ? 1u : 0u) << place) & kAwayMask;
+      std::memcpy(&bits, packed_ids + place * 7 / 2, sizeof(bits));
+      return bits;
     }
+    void write(uint32_t place, uint32_t bits) { std::memcpy(packed_ids + place * 7 / 2, &bits, sizeof(bits)); }
   };
   static_assert(sizeof(Bucket) == 64);
 
@@ -287,6 +300,24 @@ class IdTable {
     }
     bool is_sparse() const { return memory.pages() > 1 && size < count; }
   };
+
+ public:
+  class Probe {
+   public:
+    BlockId found() const { return found_; }
+
+   private:
+    friend IdTable;
+    Probe(BlockId found, Spot spot, uint16_t tag = 0, Segment* segment = nullptr, Bucket* room = nullptr)
+        : found_(found), spot_(spot), tag_(tag), segment_(segment), room_(room) {}
+    BlockId found_;
+    Spot spot_;
+    uint16_t tag_;
+    Segment* segment_;
+    Bucket* room_;  // null: it has to be looked for
+  };
+
+ private:
   struct Lifted {
     uint64_t spot;  // as far as it is known
     BlockId id;
@@ -317,6 +348,16 @@ class IdTable {
 
   uint32_t segment_of(uint64_t spot) const {
     return directory_[directory_bits_ == 0 ? 0 : spot >> (64 - directory_bits_)];
+  }
+
+  const Bucket* home_of(Spot spot) const {
+    const Segment& segment = segments_[segment_of(bits(spot))];
+    return segment.buckets() + segment.home(bits(spot));
+  }
+  static void prefetch(const Bucket* bucket) {
+    // GCC 12 takes a function that only prefetches for one without effect and drops the calls.
+    asm volatile("" : : "r"(bucket));
+    __builtin_prefetch(bucket);
   }
 
   template <class Visit>
@@ -442,7 +483,7 @@ class IdTable {
           lifted_.push_back({0, id});
           continue;
         }
-        pair[bucket.tags[place] >> shift & 1].append(bucket.tags[place], id);
+        pair[bucket.tags[place] >> shift & 1].add(bucket.tags[place], id, false);
         ++half.size;
       }
     }

@@ -38,12 +38,12 @@ size_t PrefixIndex::remove_run(Removal& removal, std::span<const uint64_t> engin
     PrefixTable::Spot in_prefixes;
     NameTable::Spot in_names;
   };
-  std::array<Ahead, kAhead> ring{};
+  std::array<Ahead, 2 * kAhead> ring{};
   Context& context = *removal.context;
   Slot& slot = context.slots[*removal.slot];
   HolderStep step(sets_);
   size_t at = 0;
-  for (; at < engine_hashes.size(); ++at) {
+  for (size_t fetched = 0; at < engine_hashes.size(); ++at) {
     const BlockId id = removal.near + removal.step;
     BlockRecord* const record = pool_.peek(id);
     const uint64_t key = mix64(engine_hashes[at]);
@@ -69,19 +69,23 @@ size_t PrefixIndex::remove_run(Removal& removal, std::span<const uint64_t> engin
       if (step.owners() == kEmptySet) names_.erase(key, id);
       continue;
     }
-    Ahead mine = ring[at % kAhead];
-    if (mine.prefix != record->prefix || mine.key != key)
-      mine = {record->prefix, key, PrefixTable::spot_of(record->prefix), NameTable::spot_of(key)};
-    if (at + kAhead < engine_hashes.size()) {
-      const uint64_t far_key = mix64(engine_hashes[at + kAhead]);
-      const BlockRecord* const far = pool_.peek(id + removal.step * static_cast<int32_t>(kAhead));
-      if (far != nullptr && far->name == far_key) {
-        Ahead& next = ring[at % kAhead];
-        next = {far->prefix, far_key, PrefixTable::spot_of(far->prefix), NameTable::spot_of(far_key)};
-        context.prefixes.prefetch(next.in_prefixes);
-        names_.prefetch(next.in_names);
+    if (at >= fetched || fetched - at == kAhead) {
+      fetched = std::max(fetched, at);
+      const size_t first = fetched;
+      for (const size_t last = std::min(engine_hashes.size(), at + 2 * kAhead); fetched < last; ++fetched) {
+        const BlockRecord* const far = pool_.peek(id + removal.step * static_cast<int32_t>(fetched - at));
+        Ahead& next = ring[fetched % ring.size()];
+        next.key = mix64(engine_hashes[fetched]);
+        next.prefix = far == nullptr ? 0 : far->prefix;
+        next.in_prefixes = PrefixTable::spot_of(next.prefix);
+        next.in_names = NameTable::spot_of(next.key);
+      }
+      for (size_t i = first; i < fetched; ++i) {
+        context.prefixes.prefetch(ring[i % ring.size()].in_prefixes);
+        names_.prefetch(ring[i % ring.size()].in_names);
       }
     }
+    const Ahead& mine = ring[at % ring.size()];
     if (record->is_plain) contents_.died(context.id, mine.prefix);
     context.prefixes.erase(mine.in_prefixes, id);
     names_.erase(mine.in_names, id);

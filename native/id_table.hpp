@@ -60,14 +60,6 @@ class IdTable {
 
   void prefetch(uint64_t key) const { prefetch(spot_of(key)); }
   void prefetch(Spot spot) const { prefetch(home_of(spot)); }
-  // Of a spot that was prefetched, once that is here: the bucket behind its own, where entries went on to it.
-  void prefetch_overflow(Spot spot) const {
-    const Segment& segment = segments_[segment_of(bits(spot))];
-    if (segment.size == 0) return;
-    const uint32_t home = segment.home(bits(spot));
-    if (segment.buckets()[home].passed != 0) prefetch(segment.buckets() + segment.next(home));
-  }
-
   // The number of a record with this key, kNoBlock when there is none.
   BlockId find(uint64_t key) const { return find(key, spot_of(key)); }
   BlockId find(uint64_t key, Spot spot) const {
@@ -224,9 +216,7 @@ class IdTable {
     uint8_t passed;          // entries of this bucket and of those before it that went on because it was full
     uint8_t packed_ids[39];  // 28 bits each
 
-    BlockId id(uint32_t place) const {
-      return read(place) >> (place & 1) * 4 & kIdMask;
-    }
+    BlockId id(uint32_t place) const { return read(place) >> (place & 1) * 4 & kIdMask; }
     // Bit per entry with this tag.
     uint32_t matches(uint16_t tag) const {
       const uint32_t used = (1u << count) - 1;
@@ -271,7 +261,9 @@ class IdTable {
       std::memcpy(&bits, packed_ids + place * 7 / 2, sizeof(bits));
       return bits;
     }
-    void write(uint32_t place, uint32_t bits) { std::memcpy(packed_ids + place * 7 / 2, &bits, sizeof(bits)); }
+    void write(uint32_t place, uint32_t bits) {
+      std::memcpy(packed_ids + place * 7 / 2, &bits, sizeof(bits));
+    }
   };
   static_assert(sizeof(Bucket) == 64);
 

@@ -5,9 +5,8 @@
 //   records      block_pool.hpp: prefix hash, holders, last seen and one name             28 bytes an entry
 //   prefixes     id_table.hpp, one a context: prefix hash -> record                        about 8 bytes
 //   names        id_table.hpp: engine hash -> records that carry it                        about 8 bytes
-//   other names  segmented_table.hpp: engine hash -> prefix hash, set of slots that name it so, where the
-//   record
-//                carries another engine's name already; sources whose engines agree share one
+//   other names  other_names.hpp: engine hash -> prefix hash, set of slots that name it so, where the record
+//                carries another engine's name already                                   about 28 bytes
 //   copies       one: (engine hash, slot) -> copies beyond the first                       nearly empty
 //   aliases      one: (prefix, slot) -> names beyond the first                             nearly empty
 //   marks        one a context: speculative (prefix, source) -> deadline
@@ -46,6 +45,7 @@
 #include "holder_sets.hpp"
 #include "match_walk.hpp"
 #include "orphan_book.hpp"
+#include "other_names.hpp"
 #include "segmented_table.hpp"
 #include "snapshot_frame.hpp"
 
@@ -53,7 +53,7 @@ namespace kvindexer {
 
 using NameTable = IdTable<NameOf>;
 
-// Where a walk over all names stands: at a record, then at a key of the other names.
+// Where a walk over all names stands: at a record, then at one of the other names.
 struct NameCursor {
   uint64_t at = 0;
   bool in_others = false;
@@ -244,12 +244,6 @@ class PrefixIndex {
   static constexpr size_t kAhead = MatchWalk::kAhead;
 
 #pragma pack(push, 1)
-  struct OtherName {
-    uint64_t key;  // mix64(engine hash): engines may count 1, 2, 3
-    uint64_t prefix;
-    SetId owners;
-    bool empty() const { return owners == kEmptySet; }
-  };
   struct Touched {  // a name of this key changed while an export is under way
     uint64_t key;
     uint32_t times;
@@ -260,8 +254,8 @@ class PrefixIndex {
   // or there is no name.
   struct Naming {
     BlockId id = kNoBlock;
-    OtherName* other = nullptr;
-    explicit operator bool() const { return id != kNoBlock || other != nullptr; }
+    OtherNameId other = kNoOtherName;
+    explicit operator bool() const { return id != kNoBlock || other != kNoOtherName; }
   };
   struct ListedName {  // of an export
     uint64_t key, prefix;
@@ -386,24 +380,24 @@ class PrefixIndex {
   template <class Visit>  // bool(Naming): true when it has seen enough
   void each_name(uint64_t key, Visit visit);
   SetId owners_of(const Naming& name) const {
-    return name.id != kNoBlock ? pool_[name.id].owners : name.other->owners;
+    return name.id != kNoBlock ? pool_[name.id].owners : other_names_[name.other].owners;
   }
   bool owns(const Naming& name, const Context& context, uint32_t slot) const {
     const SetId owners = owners_of(name);
     return sets_.context(owners) == context.id && sets_.contains(owners, slot);
   }
   BlockId record_of(const Context& context, const Naming& name) const {
-    return name.id != kNoBlock ? name.id : context.prefixes.find(name.other->prefix);
+    return name.id != kNoBlock ? name.id : context.prefixes.find(other_names_[name.other].prefix);
   }
-  bool has_other_name(uint64_t key) { return other_names_.size() != 0 && other_names_.find(key) != nullptr; }
-  bool has_name(uint64_t key) { return names_.find(key) != kNoBlock || has_other_name(key); }
+  bool has_name(uint64_t key) const { return names_.find(key) != kNoBlock || other_names_.has(key); }
   // The name by this key, if it is the only one, that of the prefix, and no record's.
-  OtherName* find_other(const Context& context, uint64_t key, uint64_t prefix) {
-    OtherName* const other = other_names_.size() == 0 ? nullptr : other_names_.find(key);
-    if (other == nullptr || other->prefix != prefix || other_names_.next_equal(other) != nullptr)
-      return nullptr;
-    return sets_.context(other->owners) == context.id && names_.find(key) == kNoBlock ? other : nullptr;
+  OtherNameId find_other(const Context& context, uint64_t key, uint64_t prefix) const {
+    const OtherNameId id = other_names_.only(key);
+    if (id == kNoOtherName || other_names_[id].prefix != prefix) return kNoOtherName;
+    const bool is_here = sets_.context(other_names_[id].owners) == context.id;
+    return is_here && names_.find(key) == kNoBlock ? id : kNoOtherName;
   }
+  void prefetch_names(std::span<const uint64_t> engine_hashes, size_t at, size_t& fetched) const;
   Naming find_own_name(Context& context, uint32_t slot, uint64_t key, uint64_t prefix, BlockId id, Tick now);
   void add_name(BlockId id, uint64_t key, SetId owners);
   void set_owners(const Naming& name, SetId owners);
@@ -469,7 +463,7 @@ class PrefixIndex {
   MatchWalk walk_;
   BlockPool pool_;
   NameTable names_;
-  SegmentedTable<OtherName> other_names_;
+  OtherNames other_names_;
   SurplusTable copies_, aliases_;
   OrphanBook orphans_;
   ContentFeed contents_;
@@ -500,10 +494,8 @@ class PrefixIndex {
 template <class Visit>
 void PrefixIndex::each_name(uint64_t key, Visit visit) {
   bool enough = false;
-  names_.each(key, [&](BlockId id) { return enough = visit(Naming{id, nullptr}); });
-  if (enough || other_names_.size() == 0) return;
-  for (OtherName* name = other_names_.find(key); name != nullptr; name = other_names_.next_equal(name))
-    if (visit(Naming{kNoBlock, name})) return;
+  names_.each(key, [&](BlockId id) { return enough = visit(Naming{id, kNoOtherName}); });
+  if (!enough) other_names_.each(key, [&](OtherNameId id) { return visit(Naming{kNoBlock, id}); });
 }
 
 // Records that are free, or whose name nobody owns, are passed over, but not too many in one go.

@@ -1,4 +1,5 @@
 // Records and their names, one at a time.
+#include <algorithm>
 #include <array>
 #include <new>
 
@@ -91,20 +92,35 @@ void PrefixIndex::replace(SetId& set, SetId by) {
 
 // -- names
 
+// For whoever goes through names that lie among the other names, or will: fetches what is needed of both
+// tables for kAhead names at once, up to twice as far from `at` on; `fetched` says how far it came.
+void PrefixIndex::prefetch_names(std::span<const uint64_t> engine_hashes, size_t at, size_t& fetched) const {
+  if (fetched > at && fetched - at != kAhead) return;
+  const size_t first = std::max(fetched, at);
+  fetched = std::min(engine_hashes.size(), at + 2 * kAhead);
+  for (size_t i = first; i < fetched; ++i) {
+    const uint64_t key = mix64(engine_hashes[i]);
+    names_.prefetch(key);
+    other_names_.prefetch(key);
+  }
+  for (size_t i = at; i < std::min(fetched, at + kAhead); ++i)
+    other_names_.prefetch_record(mix64(engine_hashes[i]));
+}
+
 // The name (engine hash, prefix) of this context, whoever owns it; `id` is the prefix's record. Should the
 // slot call another prefix so, that ends: the newest wins.
 PrefixIndex::Naming PrefixIndex::find_own_name(Context& context, uint32_t slot, uint64_t key, uint64_t prefix,
                                                BlockId id, Tick now) {
   if (id != kNoBlock) {
     const BlockRecord& record = pool_[id];
-    if (record.owners != kEmptySet && record.name == key && !record.has_namesake) return {id, nullptr};
+    if (record.owners != kEmptySet && record.name == key && !record.has_namesake) return {id, kNoOtherName};
   }
   Naming same, older;
   do {
     same = older = {};
     each_name(key, [&](const Naming& name) {
       if (sets_.context(owners_of(name)) != context.id) return false;
-      const uint64_t named = name.id != kNoBlock ? pool_[name.id].prefix : name.other->prefix;
+      const uint64_t named = name.id != kNoBlock ? pool_[name.id].prefix : other_names_[name.other].prefix;
       if (named == prefix)
         same = name;
       else if (owns(name, context, slot))
@@ -125,12 +141,12 @@ void PrefixIndex::add_name(BlockId id, uint64_t key, SetId owners) {
   });
   BlockRecord& record = pool_[id];
   if (record.owners != kEmptySet) {
-    other_names_.insert(OtherName{key, record.prefix, owners});
+    other_names_.insert(key, record.prefix, owners);
     return;
   }
   record.name = key;
   record.owners = owners;
-  record.has_namesake = has_namesake || (other_names_.size() != 0 && other_names_.find(key) != nullptr);
+  record.has_namesake = has_namesake || other_names_.has(key);
   names_.insert(key, id);
 }
 
@@ -138,7 +154,7 @@ void PrefixIndex::set_owners(const Naming& name, SetId owners) {
   if (name.id != kNoBlock)
     pool_[name.id].owners = owners;
   else
-    name.other->owners = owners;
+    other_names_[name.other].owners = owners;
 }
 
 // Adds the slot to the owners of the name, or of a new one when there is none.
@@ -157,8 +173,8 @@ void PrefixIndex::own(Context& context, uint32_t slot, const Naming& name, Block
 // record is `id`, or kNoBlock.
 void PrefixIndex::disown(Context& context, uint32_t slot, const Naming& name, BlockId id, Tick now) {
   const bool in_record = name.id != kNoBlock;
-  const uint64_t key = in_record ? pool_[name.id].name : name.other->key;
-  const uint64_t prefix = in_record ? pool_[name.id].prefix : name.other->prefix;
+  const uint64_t key = in_record ? pool_[name.id].name : other_names_[name.other].key;
+  const uint64_t prefix = in_record ? pool_[name.id].prefix : other_names_[name.other].prefix;
   touch(key);
   copies_.set(key, context.id, slot, 0);
   SetId owners = owners_of(name);

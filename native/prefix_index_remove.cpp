@@ -104,15 +104,12 @@ size_t PrefixIndex::remove_renamed(Removal& removal, std::span<const uint64_t> e
     const BlockRecord* const record = pool_.peek(id);
     const uint64_t key = mix64(engine_hashes[at]);
     if (record == nullptr || record->holders == kEmptySet || record->name == key) break;
+    prefetch_names(engine_hashes, at, fetched);
     if (record->is_expired(now, limits_.ttl) || is_counted(context, key, record->prefix)) break;
     if (sets_.context(record->holders) != context.id || !sets_.contains(record->holders, *removal.slot))
       break;
-    OtherName* const other = find_other(context, key, record->prefix);
-    if (other == nullptr || !sets_.contains(other->owners, *removal.slot)) break;
-    for (; fetched < std::min(engine_hashes.size(), at + kAhead); ++fetched) {
-      names_.prefetch(mix64(engine_hashes[fetched]));
-      other_names_.prefetch(mix64(engine_hashes[fetched]));
-    }
+    const OtherNameId other = find_other(context, key, record->prefix);
+    if (other == kNoOtherName || !sets_.contains(other_names_[other].owners, *removal.slot)) break;
     disown(context, *removal.slot, Naming{kNoBlock, other}, id, now);
     removal.near = id;
   }
@@ -158,7 +155,7 @@ void PrefixIndex::find_targets(Removal& removal, uint64_t key) {
     for (const BlockId id : {removal.near - 1, removal.near + 1}) {
       const BlockRecord* const record = pool_.peek(id);
       if (record == nullptr || record->owners == kEmptySet || record->name != key) continue;
-      if (!record->has_namesake) return static_cast<void>(consider(Naming{id, nullptr}));
+      if (!record->has_namesake) return static_cast<void>(consider(Naming{id, kNoOtherName}));
     }
   each_name(key, consider);
 }
@@ -168,10 +165,6 @@ uint64_t PrefixIndex::remove_name(Removal& removal, uint64_t key, Tick now) {
   find_targets(removal, key);
   uint64_t removed = 0;
   for (auto [context, slot, name] : targets_) {
-    if (name.other != nullptr && targets_.size() > 1) {  // the table may have moved
-      name.other = other_names_.find(key);
-      while (!owns(name, *context, slot)) name.other = other_names_.next_equal(name.other);
-    }
     const BlockId id = record_of(*context, name);
     const bool held = holds(slot, id, now);
     const uint64_t more = copies_.get(key, context->id, slot);

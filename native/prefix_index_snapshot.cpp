@@ -162,7 +162,7 @@ std::vector<uint8_t> PrefixIndex::export_changes(size_t keys_max, size_t& keys_l
   std::vector<ListedName> found;
   for (const uint64_t key : keys)
     each_name(key, [&](const Naming& name) {
-      found.push_back(name.id != kNoBlock ? listed(pool_[name.id]) : listed(*name.other));
+      found.push_back(name.id != kNoBlock ? listed(pool_[name.id]) : listed(other_names_[name.other]));
       return false;
     });
   return frame_of(keys, found);

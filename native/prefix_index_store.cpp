@@ -242,21 +242,24 @@ void PrefixIndex::store_renamed(const Storing& by, Frame& frame) {
     if (id == kNoBlock) break;
     BlockRecord& record = pool_[id];
     if (record.name == key || record.owners == kEmptySet || record.is_expired(by.now, limits_.ttl)) break;
-    for (; fetched < std::min(end, block + kAhead); ++fetched) {
-      names_.prefetch(mix64(frame.engine_hashes[fetched]));
-      other_names_.prefetch(mix64(frame.engine_hashes[fetched]));
-    }
-    OtherName* const other = find_other(context, key, prefix);
-    if (other == nullptr && has_name(key)) break;
+    prefetch_names(frame.engine_hashes, block, fetched);
+    const OtherNameId other = find_other(context, key, prefix);
+    if (other == kNoOtherName && has_name(key)) break;
     const bool held = sets_.contains(record.holders, *frame.slot);
-    if (held != (other != nullptr && sets_.contains(other->owners, *frame.slot))) break;
+    if (held != (other != kNoOtherName && sets_.contains(other_names_[other].owners, *frame.slot))) break;
     if (held) {
       if (by.count_copies && !frame.restating) break;
     } else {
       touch(key);
       BlockId same = id;
       hold(context, *frame.slot, same, prefix, by.now);
-      own(context, *frame.slot, Naming{kNoBlock, other}, id, key);
+      if (other != kNoOtherName) {
+        own(context, *frame.slot, Naming{kNoBlock, other}, id, key);
+      } else {
+        const SetId alone = sets_.with(kEmptySet, context.id, *frame.slot);
+        sets_.retain(alone);
+        other_names_.insert(key, prefix, alone);
+      }
       frame.restating = false;
     }
     see(by, frame, block, id);
@@ -265,15 +268,14 @@ void PrefixIndex::store_renamed(const Storing& by, Frame& frame) {
 
 // The next blocks whose prefixes and names are new. What their insertion needs of the tables is fetched while
 // the blocks before them are inserted, for kAhead blocks at once: a prefetch waits for its page walk, and
-// walks that are asked for together go on together. What went on to a bucket behind its own (a fifth of the
-// entries looked for find such) is fetched when that is known, kAhead blocks later.
+// walks that are asked for together go on together.
 void PrefixIndex::store_new(const Storing& by, Frame& frame) {
   struct Ahead {
     PrefixTable::Spot prefix;
     NameTable::Spot name;
     uint64_t key;
   };
-  std::array<Ahead, 4 * kAhead> ring;
+  std::array<Ahead, 2 * kAhead> ring;
   Context& context = by.context;
   Slot& slot = context.slots[*frame.slot];
   const size_t begin = frame.next;
@@ -281,36 +283,28 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
   const SetId alone = sets_.with(kEmptySet, context.id, *frame.slot);
   const auto references = static_cast<uint32_t>(2 * (end - begin));
   sets_.retain(alone, references);
-  const auto fetch = [&](size_t first, size_t last) {
-    for (size_t i = first; i < last; ++i) {
-      const uint64_t key = mix64(frame.engine_hashes[i]);
-      ring[i % ring.size()] = {PrefixTable::spot_of(prefix_at(frame, i)), NameTable::spot_of(key), key};
-    }
-    for (size_t i = first; i < last; ++i) {
-      context.prefixes.prefetch(ring[i % ring.size()].prefix);
-      names_.prefetch(ring[i % ring.size()].name);
-      if (other_names_.size() != 0) other_names_.prefetch(ring[i % ring.size()].key);
-    }
-  };
-  size_t fetched = begin, followed = begin;
-  for (; frame.next < end; ++frame.next) {
+  for (size_t fetched = begin; frame.next < end; ++frame.next) {
     const size_t block = frame.next;
-    if (block == followed) {
+    if (block == begin || fetched < std::min(end, block + kAhead)) {
       // Of the first block it is not known yet whether it is new.
-      const size_t burst = block == begin ? 1 : kAhead;
-      const size_t fetch_to = std::min(end, block == begin ? block + 1 : block + 2 * kAhead);
-      fetch(fetched, fetch_to);
-      fetched = fetch_to;
-      for (const size_t to = std::min(end, block + burst); followed < to; ++followed) {
-        context.prefixes.prefetch_overflow(ring[followed % ring.size()].prefix);
-        names_.prefetch_overflow(ring[followed % ring.size()].name);
+      const size_t first = fetched;
+      const size_t ahead = block == begin ? block + 1 : std::min(end, fetched + kAhead);
+      for (; fetched < ahead; ++fetched) {
+        const uint64_t key = mix64(frame.engine_hashes[fetched]);
+        ring[fetched % ring.size()] = {PrefixTable::spot_of(prefix_at(frame, fetched)),
+                                       NameTable::spot_of(key), key};
+      }
+      for (size_t i = first; i < ahead; ++i) {
+        context.prefixes.prefetch(ring[i % ring.size()].prefix);
+        names_.prefetch(ring[i % ring.size()].name);
+        other_names_.prefetch(ring[i % ring.size()].key);
       }
     }
     const Ahead& at = ring[block % ring.size()];
     const uint64_t prefix = frame.prefixes[block];
     PrefixTable::Probe in_prefixes = context.prefixes.probe(prefix, at.prefix);
     NameTable::Probe in_names = names_.probe(at.key, at.name);
-    if (in_prefixes.found() != kNoBlock || in_names.found() != kNoBlock || has_other_name(at.key)) break;
+    if (in_prefixes.found() != kNoBlock || in_names.found() != kNoBlock || other_names_.has(at.key)) break;
     if (context.prefixes.size() >= limits_.prefixes_per_context_max) {
       evict(context);
       in_prefixes = context.prefixes.probe(prefix, at.prefix);

@@ -1,0 +1,130 @@
+// The names of prefixes whose records carry another engine's name already, as in a fleet where every engine
+// draws a seed of its own: engine hash -> prefix hash, and the slots that name it so. Sources whose engines
+// agree share one.
+//
+// Why not beside the records: how many names a prefix has is anybody's guess. Names that came together lie in
+// neighbouring records here too; a table finds them by engine hash. Names of one hash may be several.
+//
+// Cost: 20 bytes a record and about 8 in the table.
+#pragma once
+
+#include <algorithm>
+#include <cassert>
+#include <new>
+
+#include "holder_sets.hpp"
+#include "id_table.hpp"
+#include "numbered_pool.hpp"
+
+namespace kvindexer {
+
+#pragma pack(push, 1)
+struct OtherName {
+  uint64_t key;  // mix64(engine hash): engines may count 1, 2, 3
+  uint64_t prefix;
+  SetId owners;  // kEmptySet: the record is free
+};
+#pragma pack(pop)
+
+using OtherNameId = RecordId;
+inline constexpr OtherNameId kNoOtherName = kNoRecord;
+
+class OtherNames {
+ public:
+  OtherNames() : table_(KeyOf{&pool_}) {}
+  OtherNames(const OtherNames&) = delete;
+  OtherNames& operator=(const OtherNames&) = delete;
+
+  size_t size() const { return pool_.size(); }
+  size_t bytes() const { return pool_.bytes() + table_.bytes(); }
+  void reserve(size_t names) { table_.reserve(names); }
+
+  OtherName& operator[](OtherNameId id) const { return pool_[id]; }
+  bool has(uint64_t key) const { return size() != 0 && table_.find(key) != kNoOtherName; }
+  void prefetch(uint64_t key) const {
+    if (size() != 0) table_.prefetch(key);
+  }
+  // Of a key that was prefetched, once that is here: its record too, where there is one.
+  void prefetch_record(uint64_t key) const {
+    if (const OtherNameId id = size() == 0 ? kNoOtherName : table_.likely(key); id != kNoOtherName)
+      pool_.prefetch(id);
+  }
+  // Until `visit(id)` says that it has had enough. It must not add or erase names.
+  template <class Visit>
+  void each(uint64_t key, Visit visit) const {
+    if (size() != 0) table_.each(key, visit);
+  }
+  // The name with this key if there is just one.
+  OtherNameId only(uint64_t key) const {
+    OtherNameId found = kNoOtherName;
+    each(key, [&](OtherNameId id) {
+      const bool is_second = found != kNoOtherName;
+      found = is_second ? kNoOtherName : id;
+      return is_second;
+    });
+    return found;
+  }
+
+  // `owners` is not empty. Throws std::bad_alloc, and then nothing has changed.
+  void insert(uint64_t key, uint64_t prefix, SetId owners) {
+    if (pool_.is_full()) throw std::bad_alloc();
+    const OtherNameId id = pool_.add();
+    pool_[id] = {key, prefix, owners};
+    try {
+      table_.insert(key, id);
+    } catch (...) {
+      pool_.free(id);
+      throw;
+    }
+  }
+  void erase(OtherNameId id) {
+    table_.erase(pool_[id].key, id);
+    pool_.free(id);
+  }
+
+  // Names from `cursor` on (0 at first) in an order of their own, until `visit(name)` says that it has had
+  // enough, or too much was passed over. True when there is no more. A name that stays from the first call to
+  // the last is visited once, whatever comes and goes.
+  template <class Visit>
+  bool walk(uint64_t& cursor, Visit visit) const {
+    constexpr size_t kPassedOverMax = 65'536;
+    for (size_t passed_over = 0; cursor < pool_.end();) {
+      const OtherName* const name = pool_.peek(static_cast<OtherNameId>(cursor));
+      cursor = name == nullptr ? Pool::chunk_after(static_cast<OtherNameId>(cursor)) : cursor + 1;
+      if (name == nullptr || name->owners == kEmptySet) {
+        if (++passed_over == kPassedOverMax) return false;
+      } else if (!visit(*name)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // Erases those that `keep(name)` does not keep, looking at about `visits_max` records from `cursor` on;
+  // returns how many that were. What it does not keep has no owners any more.
+  template <class Keep>
+  size_t sweep(uint64_t& cursor, bool& done, size_t visits_max, Keep keep) {
+    size_t visits = 0;
+    for (; cursor < pool_.end() && visits < visits_max; ++visits) {
+      const auto id = static_cast<OtherNameId>(cursor);
+      OtherName* const name = pool_.peek(id);
+      cursor = name == nullptr ? Pool::chunk_after(id) : cursor + 1;
+      if (name != nullptr && name->owners != kEmptySet && !keep(*name)) erase(id);
+    }
+    done = cursor >= pool_.end();
+    return visits;
+  }
+
+ private:
+  using Pool = NumberedPool<OtherName>;
+  struct KeyOf {
+    const Pool* pool;
+    uint64_t operator()(OtherNameId id) const { return (*pool)[id].key; }
+    void prefetch(OtherNameId id) const { pool->prefetch(id); }
+  };
+
+  Pool pool_;
+  IdTable<KeyOf> table_;
+};
+
+}  // namespace kvindexer

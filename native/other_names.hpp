@@ -22,7 +22,8 @@ namespace kvindexer {
 struct OtherName {
   uint64_t key;  // mix64(engine hash): engines may count 1, 2, 3
   uint64_t prefix;
-  SetId owners;  // kEmptySet: the record is free
+  SetId owners : 31;          // kEmptySet: the record is free
+  uint32_t has_namesake : 1;  // `key` may be found elsewhere too; once set it stays with the name
 };
 #pragma pack(pop)
 
@@ -54,22 +55,26 @@ class OtherNames {
   void each(uint64_t key, Visit visit) const {
     if (size() != 0) table_.each(key, visit);
   }
-  // The name with this key if there is just one.
+  // The only name with this key; kNoOtherName when there is none, or maybe more than one anywhere.
   OtherNameId only(uint64_t key) const {
-    OtherNameId found = kNoOtherName;
-    each(key, [&](OtherNameId id) {
-      const bool is_second = found != kNoOtherName;
-      found = is_second ? kNoOtherName : id;
-      return is_second;
-    });
-    return found;
+    const OtherNameId id = size() == 0 ? kNoOtherName : table_.find(key);
+    return id != kNoOtherName && pool_[id].has_namesake ? kNoOtherName : id;
   }
 
+  // Another name by this key is coming, wherever that will lie; tells whether any is here.
+  bool mark_namesakes(uint64_t key) {
+    bool any = false;
+    each(key, [&](OtherNameId id) {
+      pool_[id].has_namesake = any = true;
+      return false;
+    });
+    return any;
+  }
   // `owners` is not empty. Throws std::bad_alloc, and then nothing has changed.
-  void insert(uint64_t key, uint64_t prefix, SetId owners) {
+  void insert(uint64_t key, uint64_t prefix, SetId owners, bool has_namesake) {
     if (pool_.is_full()) throw std::bad_alloc();
     const OtherNameId id = pool_.add();
-    pool_[id] = {key, prefix, owners};
+    pool_[id] = {key, prefix, owners, has_namesake};
     try {
       table_.insert(key, id);
     } catch (...) {

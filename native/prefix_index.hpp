@@ -394,10 +394,10 @@ class PrefixIndex {
   OtherNameId find_other(const Context& context, uint64_t key, uint64_t prefix) const {
     const OtherNameId id = other_names_.only(key);
     if (id == kNoOtherName || other_names_[id].prefix != prefix) return kNoOtherName;
-    const bool is_here = sets_.context(other_names_[id].owners) == context.id;
-    return is_here && names_.find(key) == kNoBlock ? id : kNoOtherName;
+    return sets_.context(other_names_[id].owners) == context.id ? id : kNoOtherName;
   }
-  void prefetch_names(std::span<const uint64_t> engine_hashes, size_t at, size_t& fetched) const;
+  void prefetch_names(std::span<const uint64_t> engine_hashes, bool are_new, size_t at,
+                      size_t& fetched) const;
   Naming find_own_name(Context& context, uint32_t slot, uint64_t key, uint64_t prefix, BlockId id, Tick now);
   void add_name(BlockId id, uint64_t key, SetId owners);
   void set_owners(const Naming& name, SetId owners);

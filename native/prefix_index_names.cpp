@@ -92,15 +92,16 @@ void PrefixIndex::replace(SetId& set, SetId by) {
 
 // -- names
 
-// For whoever goes through names that lie among the other names, or will: fetches what is needed of both
-// tables for kAhead names at once, up to twice as far from `at` on; `fetched` says how far it came.
-void PrefixIndex::prefetch_names(std::span<const uint64_t> engine_hashes, size_t at, size_t& fetched) const {
+// For whoever goes through names that lie among the other names, or will (`are_new`): fetches what is needed
+// of the tables for kAhead names at once, up to twice as far from `at` on; `fetched` says how far it came.
+void PrefixIndex::prefetch_names(std::span<const uint64_t> engine_hashes, bool are_new, size_t at,
+                                 size_t& fetched) const {
   if (fetched > at && fetched - at != kAhead) return;
   const size_t first = std::max(fetched, at);
   fetched = std::min(engine_hashes.size(), at + 2 * kAhead);
   for (size_t i = first; i < fetched; ++i) {
     const uint64_t key = mix64(engine_hashes[i]);
-    names_.prefetch(key);
+    if (are_new) names_.prefetch(key);
     other_names_.prefetch(key);
   }
   for (size_t i = at; i < std::min(fetched, at + kAhead); ++i)
@@ -134,19 +135,19 @@ PrefixIndex::Naming PrefixIndex::find_own_name(Context& context, uint32_t slot, 
 
 // A new name of the record's prefix; takes over the caller's reference to `owners`.
 void PrefixIndex::add_name(BlockId id, uint64_t key, SetId owners) {
-  bool has_namesake = false;
+  bool has_namesake = other_names_.mark_namesakes(key);
   names_.each(key, [&](BlockId namesake) {
     pool_[namesake].has_namesake = has_namesake = true;
     return false;
   });
   BlockRecord& record = pool_[id];
   if (record.owners != kEmptySet) {
-    other_names_.insert(key, record.prefix, owners);
+    other_names_.insert(key, record.prefix, owners, has_namesake);
     return;
   }
   record.name = key;
   record.owners = owners;
-  record.has_namesake = has_namesake || other_names_.has(key);
+  record.has_namesake = has_namesake;
   names_.insert(key, id);
 }
 

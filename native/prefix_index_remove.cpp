@@ -98,19 +98,38 @@ size_t PrefixIndex::remove_run(Removal& removal, std::span<const uint64_t> engin
 size_t PrefixIndex::remove_renamed(Removal& removal, std::span<const uint64_t> engine_hashes, Tick now) {
   if (removal.step == 0 || !removal.slot) return 0;
   Context& context = *removal.context;
+  Slot& slot = context.slots[*removal.slot];
+  HolderStep step(sets_);
   size_t at = 0;
   for (size_t fetched = 0; at < engine_hashes.size(); ++at) {
     const BlockId id = removal.near + removal.step;
-    const BlockRecord* const record = pool_.peek(id);
+    BlockRecord* const record = pool_.peek(id);
     const uint64_t key = mix64(engine_hashes[at]);
     if (record == nullptr || record->holders == kEmptySet || record->name == key) break;
-    prefetch_names(engine_hashes, at, fetched);
+    prefetch_names(engine_hashes, false, at, fetched);
     if (record->is_expired(now, limits_.ttl) || is_counted(context, key, record->prefix)) break;
-    if (sets_.context(record->holders) != context.id || !sets_.contains(record->holders, *removal.slot))
-      break;
     const OtherNameId other = find_other(context, key, record->prefix);
-    if (other == kNoOtherName || !sets_.contains(other_names_[other].owners, *removal.slot)) break;
-    disown(context, *removal.slot, Naming{kNoBlock, other}, id, now);
+    if (other == kNoOtherName) break;
+    const SetId owners = other_names_[other].owners;
+    if (!sets_.contains(owners, *removal.slot)) break;
+    const SetId holders = record->holders;
+    if (!step.is_from(holders, owners)) {
+      step.begin(holders, owners);
+      if (sets_.context(holders) != context.id || !sets_.contains(holders, *removal.slot)) break;
+      step.lead_to(sets_.without(holders, *removal.slot), sets_.without(owners, *removal.slot));
+    }
+    if (step.holders() == kEmptySet) {   // the record goes, and what is left of its own name
+      step.begin(kEmptySet, kEmptySet);  // from sets that may be gone after this
+      disown(context, *removal.slot, Naming{kNoBlock, other}, id, now);
+    } else {
+      touch(key);
+      step.take();
+      --slot.blocks;
+      slot.digest -= mix64(record->prefix);
+      record->holders = step.holders();
+      other_names_[other].owners = step.owners();
+      if (step.owners() == kEmptySet) other_names_.erase(other);
+    }
     removal.near = id;
   }
   return at;

@@ -232,9 +232,9 @@ void PrefixIndex::store_known(const Storing& by, Frame& frame) {
 // seed of its own: this one's lie among the other names, or are new there.
 void PrefixIndex::store_renamed(const Storing& by, Frame& frame) {
   Context& context = by.context;
-  const size_t begin = frame.next;
-  const size_t end = frame.engine_hashes.size();
-  for (size_t fetched = begin; frame.next < end; ++frame.next) {
+  const SetId alone = sets_.with(kEmptySet, context.id, *frame.slot);
+  sets_.retain(alone);
+  for (size_t fetched = frame.next; frame.next < frame.engine_hashes.size(); ++frame.next) {
     const size_t block = frame.next;
     const uint64_t prefix = prefix_at(frame, block);
     const uint64_t key = mix64(frame.engine_hashes[block]);
@@ -242,7 +242,7 @@ void PrefixIndex::store_renamed(const Storing& by, Frame& frame) {
     if (id == kNoBlock) break;
     BlockRecord& record = pool_[id];
     if (record.name == key || record.owners == kEmptySet || record.is_expired(by.now, limits_.ttl)) break;
-    prefetch_names(frame.engine_hashes, block, fetched);
+    prefetch_names(frame.engine_hashes, true, block, fetched);
     const OtherNameId other = find_other(context, key, prefix);
     if (other == kNoOtherName && has_name(key)) break;
     const bool held = sets_.contains(record.holders, *frame.slot);
@@ -256,14 +256,14 @@ void PrefixIndex::store_renamed(const Storing& by, Frame& frame) {
       if (other != kNoOtherName) {
         own(context, *frame.slot, Naming{kNoBlock, other}, id, key);
       } else {
-        const SetId alone = sets_.with(kEmptySet, context.id, *frame.slot);
         sets_.retain(alone);
-        other_names_.insert(key, prefix, alone);
+        other_names_.insert(key, prefix, alone, false);
       }
       frame.restating = false;
     }
     see(by, frame, block, id);
   }
+  sets_.release(alone);
 }
 
 // The next blocks whose prefixes and names are new. What their insertion needs of the tables is fetched while

@@ -355,14 +355,14 @@ def test_wide_chains(seed: int) -> None:
     machine.end()
 
 
-def store_numbered(index: PrefixIndex, source: int, model: str, names: range) -> None:
-    """A chain of blocks of one token, each the number that is its engine hash too."""
+def store_numbered(index: PrefixIndex, source: int, model: str, names: range, seed: int = 0) -> None:
+    """A chain of blocks of one token, each the number that, with the seed, is its engine hash too."""
     index.store(
         source,
         index.context(model, None, 1, 0),
         tier=0,
         group=0,
-        engine_hashes=uint64s(*names),
+        engine_hashes=uint64s(*[seed + name for name in names]),
         parent=None,
         token_ids=struct.pack(f"<{len(names)}I", *names),
         extra_keys=None,
@@ -382,14 +382,21 @@ def test_a_block_of_a_dropped_context_between_neighbours() -> None:
     assert (removed.removed_blocks, removed.unknown_blocks) == (5, 2)
 
 
+@pytest.mark.parametrize("seed", [0, 10_000])
 @pytest.mark.parametrize("step", [1, -1])
-def test_names_that_another_context_has_too_go_in_both(step: int) -> None:
-    """However far along a chain they begin: neighbours do not hide the others."""
+def test_names_that_another_context_has_too_go_in_both(step: int, seed: int) -> None:
+    """However far along a chain they begin: neighbours do not hide the others. So it is where another engine named
+    all blocks before by hashes of its own, and whatever went from the tables in between."""
     index = PrefixIndex(IndexLimits(ttl_ticks=0))
-    source = index.add_source()
-    store_numbered(index, source, "m", range(1, 21))
-    store_numbered(index, source, "n", range(8, 14))
-    leaving = uint64s(*range(1, 21)[::step])
-    removed = index.remove(source, tier=0, group=0, engine_hashes=leaving, now=0)
-    assert (removed.removed_blocks, removed.unknown_blocks) == (26, 0)
+    source, earlier = index.add_source(), index.add_source()
+    passing = range(1_000, 1_600)
+    for model, names in (("m", passing), ("n", range(8, 14)), ("m", range(1, 21))):
+        if seed:
+            store_numbered(index, earlier, model, names)
+        store_numbered(index, source, model, names, seed)
+    for leaving in (passing, range(1, 21)[::step]):
+        hashes = uint64s(*[seed + name for name in leaving])
+        removed = index.remove(source, tier=0, group=0, engine_hashes=hashes, now=0)
+        assert (removed.removed_blocks, removed.unknown_blocks) == (600 if leaving is passing else 26, 0)
     assert index.blocks_by_tier(source) == (0, 0, 0, 0)
+    assert index.blocks_by_tier(earlier)[0] == (626 if seed else 0)

@@ -38,6 +38,7 @@
 #endif
 
 #include "block_pool.hpp"
+#include "bucket_deal.hpp"
 #include "pages.hpp"
 
 namespace kvindexer {
@@ -191,11 +192,21 @@ class IdTable {
   static constexpr unsigned kTagBits = 16;
   static constexpr uint8_t kPassedMax = 255;  // so many or more: it is not counted down any more
   static constexpr size_t kSegmentPages = 8;  // of one that is full-grown
+  static constexpr size_t kHalfPages = 6;     // of one that was split off
+#ifndef FM
+#define FM 122
+#endif
+  static constexpr uint32_t kFillMax = FM;      // 128ths of the places, then it has to grow
+  static constexpr uint32_t kFillMaxBent = 77;
   static constexpr uint32_t kBentDepth = 4;   // shallower segments are not evenly dense
+  static constexpr unsigned kPlaceBits = 8;    // of a spot say where in its group it is
   static constexpr uint32_t kStaleBitsMax = 6;
+  static_assert(kStaleBitsMax + kPlaceBits <= kTagBits);
+  static constexpr uint32_t kNoHome = UINT32_MAX;
   static constexpr uint64_t kUnknown = UINT64_MAX;  // a spot that is read from the key, were it this one too
 
   struct alignas(64) Bucket {
+    static constexpr uint32_t kPlaces = kEntries;
     uint16_t tags[kEntries];
     uint16_t count : 4;
     uint16_t away : kEntries;  // bit per entry: this is not its own bucket
@@ -232,20 +243,34 @@ class IdTable {
       set(count, tag, id, is_away);
       ++count;
     }
-    // The same for an entry of this bucket, into places that were never used: a fortieth off a store.
-    void append(uint16_t tag, BlockId id) {
-      tags[count] = tag;
-      uint8_t* const at = packed_ids + count * 7 / 2;
-      uint32_t bits;
-      std::memcpy(&bits, at, sizeof(bits));
-      bits |= id << (count & 1) * 4;
-      std::memcpy(at, &bits, sizeof(bits));
-      ++count;
-    }
     void remove(uint32_t place) {
       --count;
       set(place, tags[count], id(count), (away >> count & 1) != 0);
       away = away & ((1u << count) - 1);  // no bits of entries that are not there
+    }
+
+    // All numbers at once; what stands behind the last means nothing.
+    void unpack(BlockId* ids) const {
+      for (uint32_t pair = 0; pair < kEntries / 2; ++pair) {
+        uint64_t bits;
+        std::memcpy(&bits, packed_ids + pair * 7, sizeof(bits));
+        ids[2 * pair] = static_cast<BlockId>(bits) & kIdMask;
+        ids[2 * pair + 1] = static_cast<BlockId>(bits >> 28) & kIdMask;
+      }
+      std::memcpy(&ids[kEntries - 1], packed_ids + kEntries / 2 * 7, sizeof(BlockId));
+      ids[kEntries - 1] &= kIdMask;
+    }
+    // Nothing but these entries, which are its own; behind them there are zeros.
+    void fill(uint32_t entries, const uint16_t* from_tags, const BlockId* ids) {
+      std::memcpy(tags, from_tags, sizeof(tags));
+      count = entries & 15;
+      away = 0;
+      passed = 0;
+      for (uint32_t pair = 0; pair < kEntries / 2; ++pair) {
+        const uint64_t bits = ids[2 * pair] | uint64_t{ids[2 * pair + 1]} << 28;
+        std::memcpy(packed_ids + pair * 7, &bits, sizeof(bits));
+      }
+      std::memcpy(packed_ids + kEntries / 2 * 7, &ids[kEntries - 1], sizeof(BlockId));
     }
 
    private:
@@ -265,25 +290,36 @@ class IdTable {
   struct Segment {
     Pages memory;
     uint64_t first_spot = 0;  // its leading bits are those that all spots share
-    uint32_t count = 0;       // buckets: a power of two
+    uint32_t count = 0;       // buckets: 2^group_bits groups of three or four
     uint32_t fill_max = 0;    // entries
     uint32_t size = 0;
     uint8_t depth = 0;        // so many
-    uint8_t bucket_bits = 0;  // the bits behind those are the number of the bucket
-    uint8_t tag_from =
-        0;  // tags are the bits from here on; at most kStaleBitsMax lie before the bucket's end
+    uint8_t home_shift = 0;     // 64 - kPlaceBits - group_bits: see home
+    uint8_t group_buckets = 0;  // 3 or 4
+    uint8_t tag_from = 0;       // tags are the bits from here on; at most kStaleBitsMax lie before group_end
 
     Bucket* buckets() const { return static_cast<Bucket*>(memory.base()); }
+    // The bits behind the depth are the number of the group, those behind them say where in it.
     uint32_t home(uint64_t spot) const {
-      return bucket_bits == 0 ? 0 : static_cast<uint32_t>((spot << depth) >> (64 - bucket_bits));
+      return static_cast<uint32_t>((spot << depth) >> home_shift) * group_buckets >> kPlaceBits;
     }
     uint16_t tag(uint64_t spot) const { return static_cast<uint16_t>((spot << tag_from) >> (64 - kTagBits)); }
-    uint32_t next(uint32_t at) const { return (at + 1) & (count - 1); }
-    unsigned bucket_end() const { return depth + bucket_bits; }
-    // Of an entry that lies in its own bucket, as far as bucket and tag tell.
+    uint32_t next(uint32_t at) const { return at + 1 == count ? 0 : at + 1; }
+    unsigned group_end() const { return depth + 64 - kPlaceBits - home_shift; }
+    // Of an entry that lies in its own bucket, as far as group and tag tell.
     uint64_t spot(uint32_t at, uint16_t tag) const {
-      return first_spot | uint64_t{at} << (64 - bucket_end()) |
+      return first_spot | uint64_t{at / group_buckets} << (64 - group_end()) |
              (uint64_t{tag} << (64 - kTagBits)) >> tag_from;
+    }
+    // The bucket of an entry that lies in `at` because it was full, as were more behind it: `passed` in front
+    // of `at` can be it. The tag tells the end of the group's number, and the place in the group; kNoHome
+    // where that leaves several.
+    uint32_t only_home(uint32_t at, uint16_t tag, uint32_t passed) const {
+      const unsigned stale_bits = group_end() - tag_from;
+      const uint32_t repeats = uint32_t{group_buckets} << stale_bits;
+      const uint32_t end = uint32_t{tag} >> (kTagBits - kPlaceBits - stale_bits);
+      const uint32_t back = (at + repeats - 1 - (end * group_buckets >> kPlaceBits)) % repeats + 1;
+      return back <= at && passed < back + repeats ? at - back : kNoHome;
     }
     bool is_sparse() const { return memory.pages() > 1 && size < count; }
   };
@@ -359,6 +395,7 @@ class IdTable {
   static size_t pages_for(size_t entries) {  // a power of two, at a load of 0.5 or less
     return std::bit_ceil((entries * 2 / kEntries + 1) * sizeof(Bucket) / Pages::kPageBytes + 1);
   }
+  static size_t next_pages(size_t pages) { return pages + std::max<size_t>(1, std::bit_floor(pages) / 2); }
 
   void make_room(uint32_t index) {
     Segment& segment = segments_[index];
@@ -366,23 +403,32 @@ class IdTable {
     // Skewed keys would deepen the directory without end: past this depth a segment grows instead.
     const uint32_t depth_max = static_cast<uint32_t>(std::bit_width(segments_.size())) + 3;
     if (pages >= kSegmentPages && segment.depth < depth_max) return split(index);
-    if (pages == 0) {
-      lay_out(segment, first_pages_);
-      segment.tag_from = static_cast<uint8_t>(segment.bucket_end());
-      return;
-    }
-    const std::span<const Lifted> lifted = lift_for_one_more_bit(segment);
-    lay_out(segment, pages * 2);
-    for (const Lifted& entry : lifted) put(segment, entry.spot, entry.id);
+    if (pages != 0) return grow(segment, next_pages(pages));
+    lay_out(segment, first_pages_);
+    segment.tag_from = static_cast<uint8_t>(segment.group_end());
   }
 
   void shrink(uint32_t index) {
     Segment& segment = segments_[index];
     const std::span<const Lifted> lifted = lift(segment, true);
     const size_t pages = pages_for(lifted.size());
-    segment.tag_from = static_cast<uint8_t>(segment.depth + std::countr_zero(buckets_in(pages)));
+    segment.tag_from = static_cast<uint8_t>(segment.depth + group_bits_in(pages));
     lay_out(segment, pages);
     for (const Lifted& entry : lifted) put(segment, entry.spot, entry.id);
+  }
+
+  void grow(Segment& segment, size_t pages) {
+    const unsigned group_end = segment.depth + group_bits_in(pages);
+    if (buckets_in(pages) == segment.count * 2 || is_stale(segment, group_end)) {
+      const std::span<const Lifted> lifted = lift_for(segment, group_end);
+      lay_out(segment, pages);
+      for (const Lifted& entry : lifted) put(segment, entry.spot, entry.id);
+      return;
+    }
+    lift_away(segment);
+    const Segment whole = replace(segment, pages);
+    deal_out(whole, 0, whole.count, segment);
+    put_lifted(segment, segment);
   }
 
   void split(uint32_t index) {
@@ -396,88 +442,95 @@ class IdTable {
     segments_.emplace_back();
     Segment& lower = segments_[index];
     Segment& upper = segments_[fresh];
-    if (can_deal_out(lower))
-      deal_out(lower, upper);
-    else
-      lift_out(lower, upper);
+    if (!split_evenly(lower, upper)) lift_out(lower, upper);
     // The directory cells of the old segment are one run; its upper half now names the new one.
     const size_t run = size_t{1} << (directory_bits_ - lower.depth);
     const size_t first = upper.first_spot >> (64 - directory_bits_);
     std::fill_n(directory_.begin() + static_cast<ptrdiff_t>(first), run, fresh);
   }
 
-  // Whether tags still say the next bit of every spot, and both halves will hold what they get.
-  static bool can_deal_out(const Segment& segment) {
-    if (segment.memory.pages() != kSegmentPages ||
-        segment.bucket_end() + 1 > segment.tag_from + kStaleBitsMax)
-      return false;
-    uint32_t low = 0;
-    for (uint32_t at = 0; at < segment.count / 2; ++at) low += segment.buckets()[at].count;
-    const uint32_t half_max = segment.count * kEntries / 2;
-    return low <= half_max && segment.size - low <= half_max;
-  }
-
-  // Splits bucket by bucket: the first bit of its number tells the half, and with the others and the bit
-  // behind them, which the tag has, it is one of two neighbours there. Both have room for all of it.
-  void deal_out(Segment& lower, Segment& upper) {
-    constexpr uint32_t kCount = kSegmentPages * Pages::kPageBytes / sizeof(Bucket);
-    static thread_local std::array<Bucket, kCount> whole;
-    std::memcpy(whole.data(), lower.buckets(), sizeof(whole));
-    const unsigned shift = kTagBits - 1 - (lower.bucket_end() - lower.tag_from);
-    upper.first_spot = lower.first_spot | uint64_t{1} << (63 - lower.depth);
-    upper.depth = static_cast<uint8_t>(lower.depth + 1);
-    upper.tag_from = lower.tag_from;
-    lay_out(upper, kSegmentPages);  // may throw: nothing has changed yet
-    lower.depth = upper.depth;
-    lay_out(lower, kSegmentPages);
-    lifted_.clear();
-    for (uint32_t at = 0; at < kCount; ++at) {
-      const Bucket& bucket = whole[at];
-      Segment& half = at < kCount / 2 ? lower : upper;
-      Bucket* const pair = half.buckets() + 2 * (at % (kCount / 2));
-      for (uint32_t place = 0; place < bucket.count; ++place) {
-        const BlockId id = bucket.id(place);
-        if (bucket.away >> place & 1) [[unlikely]] {
-          key_of_.prefetch(id);
-          lifted_.push_back({0, id});
-          continue;
-        }
-        pair[bucket.tags[place] >> shift & 1].append(bucket.tags[place], id);
-        ++half.size;
-      }
+  // Splits bucket by bucket, where tags still say enough of every spot and both halves will hold what they
+  // get.
+  bool split_evenly(Segment& lower, Segment& upper) {
+    if (lower.memory.pages() != kSegmentPages || is_stale(lower, lower.group_end() + 1)) return false;
+    lift_away(lower);
+    begin_upper(lower, upper);
+    size_t low = 0;
+    for (uint32_t at = 0; at < lower.count / 2; ++at) {
+      const Bucket& bucket = lower.buckets()[at];
+      low += bucket.count - static_cast<uint32_t>(std::popcount(uint32_t{bucket.away}));
     }
-    for (const Lifted& away : lifted_) {
-      const uint64_t spot = bend(key_of_(away.id));
-      put(spot >= upper.first_spot ? upper : lower, spot, away.id);
-    }
+    for (const Lifted& away : lifted_) low += away.spot < upper.first_spot ? 1 : 0;
+    const size_t half_max = fill_max(buckets_in(kHalfPages), upper.depth);
+    if (low > half_max || lower.size - low > half_max) return false;
+    lay_out(upper, kHalfPages);
+    const Segment whole = replace(lower, kHalfPages, upper.depth);
+    deal_out(whole, 0, whole.count / 2, lower);
+    deal_out(whole, whole.count / 2, whole.count / 2, upper);
+    put_lifted(lower, upper);
+    return true;
   }
 
   // Splits entry by entry, whatever they are.
   void lift_out(Segment& lower, Segment& upper) {
-    const std::span<const Lifted> lifted = lift_for_one_more_bit(lower);
-    const uint64_t bit = uint64_t{1} << (63 - lower.depth);
-    const size_t high_count = static_cast<size_t>(std::count_if(
-        lifted.begin(), lifted.end(), [bit](const Lifted& entry) { return (entry.spot & bit) != 0; }));
-    upper.first_spot = lower.first_spot | bit;
+    const size_t pages = lower.memory.pages();
+    const std::span<const Lifted> lifted = lift_for(lower, lower.group_end() + 1);
+    begin_upper(lower, upper);
+    const size_t low = static_cast<size_t>(
+        std::count_if(lifted.begin(), lifted.end(),
+                      [&upper](const Lifted& entry) { return entry.spot < upper.first_spot; }));
+    lay_out(upper, pages_after_split(lifted.size() - low, upper.depth, pages));
+    lower.depth = upper.depth;
+    lay_out(lower, pages_after_split(low, lower.depth, pages));
+    put_lifted(lower, upper);
+  }
+
+  static void begin_upper(const Segment& lower, Segment& upper) {
+    upper.first_spot = lower.first_spot | uint64_t{1} << (63 - lower.depth);
     upper.depth = static_cast<uint8_t>(lower.depth + 1);
     upper.tag_from = lower.tag_from;
-    lay_out(upper, pages_after_split(high_count));
-    lower.depth = upper.depth;
-    lay_out(lower, pages_after_split(lifted.size() - high_count));
-    for (const Lifted& entry : lifted) put((entry.spot & bit) != 0 ? upper : lower, entry.spot, entry.id);
   }
 
-  // For a layout in which a bit more of every spot leads to its bucket. Makes the tags fresh where they would
-  // not tell enough then.
-  std::span<const Lifted> lift_for_one_more_bit(Segment& segment) {
-    const unsigned bucket_end = segment.bucket_end() + 1;
-    const bool is_stale = bucket_end > segment.tag_from + kStaleBitsMax;
-    if (is_stale) segment.tag_from = static_cast<uint8_t>(bucket_end);
-    return lift(segment, is_stale);
+  // Skewed keys may leave one half with all of it.
+  static size_t pages_after_split(size_t entries, uint32_t depth, size_t pages_max) {
+    size_t pages = kHalfPages;
+    while (pages < pages_max && entries >= fill_max(buckets_in(pages), depth)) pages = next_pages(pages);
+    return pages;
   }
 
-  // A copy of the segment's entries, with their spots: whole ones where `read_keys`, else what is known of
-  // them.
+  void put_lifted(Segment& lower, Segment& upper) {
+    for (const Lifted& entry : lifted_)
+      put(entry.spot < upper.first_spot ? lower : upper, entry.spot, entry.id);
+  }
+
+  // Moves the entries in `count` buckets of `whole` that are their own to `to`, which is empty and has half
+  // as many more buckets in twice as many groups, or a third more in as many. Those that find them full go to
+  // lifted_.
+  void deal_out(const Segment& whole, uint32_t first, uint32_t count, Segment& to) {
+    const Bucket* const from = whole.buckets() + first;
+    const unsigned stale_bits = to.group_end() - to.tag_from;
+    const auto spare = [&](uint32_t at, uint16_t tag, BlockId id) {
+      lifted_.push_back({to.spot(at, tag), id});
+    };
+    to.size = whole.group_buckets == 3
+                  ? BucketDeal<Bucket>::template deal<3>(from, count / 3, to.buckets(), stale_bits, spare)
+                  : BucketDeal<Bucket>::template deal<2>(from, count / 2, to.buckets(), stale_bits, spare);
+  }
+
+  // Whether tags say too little where so many bits lead to the group.
+  static bool is_stale(const Segment& segment, unsigned group_end) {
+    return group_end > segment.tag_from + kStaleBitsMax;
+  }
+
+  // A copy of the segment's entries, with spots that tell enough for a layout in which so many bits lead to
+  // the group. Makes the tags fresh where they would not.
+  std::span<const Lifted> lift_for(Segment& segment, unsigned group_end) {
+    const bool read_keys = is_stale(segment, group_end);
+    if (read_keys) segment.tag_from = static_cast<uint8_t>(group_end);
+    return lift(segment, read_keys);
+  }
+
+  // With whole spots where `read_keys`, else with what is known of them.
   std::span<const Lifted> lift(const Segment& segment, bool read_keys) {
     constexpr size_t kAhead = 16;
     std::vector<Lifted>& lifted = lifted_;
@@ -500,31 +553,75 @@ class IdTable {
     return lifted;
   }
 
-  static size_t pages_after_split(size_t entries) {  // skewed keys may leave one half with too many
-    return std::max(kSegmentPages,
-                    entries * 2 > buckets_in(kSegmentPages) * kEntries ? pages_for(entries) : 0);
+  // Only the entries that are not in their own buckets; room for all. Each went by every bucket from its own
+  // on, and of those its tag leaves one, nearly always.
+  void lift_away(const Segment& segment) {
+    lifted_.clear();
+    lifted_.reserve(segment.size);
+    uint32_t passed = segment.count;  // so many neighbours in front have been passed: all, until one was not
+    size_t unsure = 0;
+    for (uint32_t at = 0; at < segment.count; ++at) {
+      const Bucket& bucket = segment.buckets()[at];
+      for (uint32_t away = bucket.away; away != 0; away &= away - 1) {
+        const auto place = static_cast<uint32_t>(std::countr_zero(away));
+        const BlockId id = bucket.id(place);
+        const uint32_t home = segment.only_home(at, bucket.tags[place], passed);
+        lifted_.push_back({home == kNoHome ? kUnknown : segment.spot(home, bucket.tags[place]), id});
+        if (home != kNoHome) continue;
+        key_of_.prefetch(id);
+        ++unsure;
+      }
+      passed = bucket.passed == 0 ? 0 : passed + 1;
+    }
+    if (unsure == 0) return;
+    for (Lifted& away : lifted_)
+      if (away.spot == kUnknown) away.spot = bend(key_of_(away.id));
   }
 
-  // Gives the segment `pages` pages, a power of two, with nothing in them.
+  // Gives the segment `pages` pages with nothing in them and returns it as it was.
+  Segment replace(Segment& segment, size_t pages, uint8_t depth) {
+    Pages fresh;
+    fresh.renew(pages);
+    page_bytes_ += fresh.bytes() - segment.memory.bytes();
+    Segment whole = std::move(segment);
+    segment.memory = std::move(fresh);
+    segment.depth = depth;
+    shape(segment);
+    return whole;
+  }
+  Segment replace(Segment& segment, size_t pages) { return replace(segment, pages, segment.depth); }
+
+  // Gives the segment `pages` pages with nothing in them.
   void lay_out(Segment& segment, size_t pages) {
     page_bytes_ -= segment.memory.bytes();
     segment.memory.renew(pages);
     page_bytes_ += segment.memory.bytes();
+    shape(segment);
+  }
+
+  static void shape(Segment& segment) {
+    const size_t pages = segment.memory.pages();
     segment.count = buckets_in(pages);
-    segment.bucket_bits = static_cast<uint8_t>(std::countr_zero(segment.count));
-    // Invariant: bucket and tag leave no bit out between them. A half that needs fewer buckets than the whole
+    segment.group_buckets = group_buckets_in(pages);
+    segment.home_shift = static_cast<uint8_t>(64 - kPlaceBits - group_bits_in(pages));
+    // Invariant: group and tag leave no bit out between them. A half that needs fewer groups than the whole
     // had (skewed keys) would; the bits in front of a tag are known wherever it is.
-    segment.tag_from = static_cast<uint8_t>(std::min<unsigned>(segment.tag_from, segment.bucket_end()));
+    segment.tag_from = static_cast<uint8_t>(std::min<unsigned>(segment.tag_from, segment.group_end()));
     segment.fill_max = fill_max(segment.count, segment.depth);
     segment.size = 0;
   }
 
   // Entries of a segment of so many buckets.
   static uint32_t fill_max(uint32_t buckets, uint32_t depth) {
-    return buckets * kEntries * (depth < kBentDepth ? 77 : 122) / 128;
+    return buckets * kEntries * (depth < kBentDepth ? kFillMaxBent : kFillMax) / 128;
   }
+  // A segment has 2^i or 3 * 2^i pages.
   static uint32_t buckets_in(size_t pages) {
     return static_cast<uint32_t>(pages * Pages::kPageBytes / sizeof(Bucket));
+  }
+  static uint8_t group_buckets_in(size_t pages) { return std::has_single_bit(pages) ? 4 : 3; }
+  static unsigned group_bits_in(size_t pages) {
+    return static_cast<unsigned>(std::countr_zero(buckets_in(pages) / group_buckets_in(pages)));
   }
 
   KeyOf key_of_;

@@ -2,24 +2,32 @@
 // small slices.
 //
 // Shape. A directory over the leading bits names segments (extendible hashing: Fagin, Nievergelt, Pippenger
-// and Strong 1979). A segment is a power of two of buckets, each a cache line with eleven entries: a record's
-// number and a tag, the 16 bits of its key behind those that lead to its bucket. So nearly every probe is one
-// cache line and one comparison of eleven tags at once; an entry that found its bucket full lies in one
-// behind it, and the full one counts how many went by (as F14 does: Bronson and Shi 2019). Moving an entry
-// needs no look at its record while its tag and its bucket tell enough of its key; each split uses up one
-// bit, and after kStaleBitsMax of them the keys are read again.
+// and Strong 1979). A segment is a run of buckets, each a cache line with eleven entries: a record's number
+// and a tag, 16 bits of its key. So nearly every probe is one cache line and one comparison of eleven tags at
+// once; an entry that found its bucket full lies in one behind it, and the full one counts how many went by
+// (as F14 does: Bronson and Shi 2019).
 //
-// A full segment (32 KiB) splits in two. Were all equally likely, all would fill and split at one time, and
-// the load of the table would swing between 0.92 and 0.46. So keys are bent first (`bend`): along the
-// directory their density falls to a half, smoothly, as in spiral storage (Martin 1979). Then at any moment
-// some segments split and others have just done so, the load of the whole stays about 0.66 at any size,
-// or 8.5 bytes an entry, and an entry is moved about once in a doubling.
+// Groups. Buckets stand in groups of three or four. Of a key, the bits behind the segment's depth are the
+// number of the group, and the eight behind those tell which of its buckets. The tag has these eight, so a
+// bucket and a tag tell as much of a key as moving its entry to another layout takes, and the record is not
+// looked at. Each layout in twice as many groups puts one more bit of the tag behind the group's end; past
+// kStaleBitsMax such bits, which tell entries of one bucket apart no more, the keys are read again.
+//
+// Growth. A full segment (16 pages) splits in two of 12 pages, each of which grows to 16 and splits: groups
+// of four become two of three, and groups of three groups of four, always in order, so that a bucket's
+// entries go to two neighbours (bucket_deal.hpp). Were all segments equally likely, all would fill at one
+// time. So keys are bent first (`bend`): along the directory their density falls to a half, smoothly, as in
+// spiral storage (Martin 1979). Then at any moment some segments split and others have just done so, and the
+// load of the whole stays about 0.75 at any size: 7.5 to 8.0 bytes an entry from 100,000 on, 7.74 in the
+// mean. An entry is moved about twice in a doubling, for 3 to 6 ns each time.
 //
 // Tried, with the CPU time of storing 256 new blocks, two insertions each, in an index of 1M: entries of 6
 // bytes in key order with gaps (ordered linear probing), in segments that grow by a page at a time, 8.2 bytes
 // an entry: 85 us; the same in segments that split (bent keys), 9.7 bytes: 65 us; these buckets: 53 us, of
 // which a quarter is waiting for page walks. Huge pages take 12 % off, but each costs 2 ms when it is touched
-// first.
+// first. Splits of 8 pages into two times 8, entry by entry: 8.4 to 9.2 bytes an entry, the same time as now.
+// Segments of 8 pages that split into 6: more system calls, 3 us more. Fuller ones (120 of 128 places in
+// place of 116): 7.5 bytes, and 3 ns more an insertion, for entries that find their bucket full.
 //
 // Keys must be uniform in their leading bits. Skewed keys stay correct and cost linear time.
 #pragma once
@@ -96,16 +104,16 @@ class IdTable {
     each_likely(bend(key), [&](BlockId id) { return key_of_(id) == key && visit(id); });
   }
 
-  // An empty table gets its directory for about so many entries now, and each segment its full memory with
-  // its first entry: for whoever knows what is coming, a third of the time of filling it is splitting
-  // segments.
+  // An empty table gets its directory for about so many entries now, and each segment the memory of a half
+  // with its first entry: for whoever knows what is coming. The densest segments will split once, as they
+  // would have: made to hold them, the others would stay too empty.
   void reserve(size_t entries) {
     if (size_ != 0 || directory_bits_ != 0) return;
     constexpr unsigned kBitsMax = 16;
     const size_t full = fill_max(buckets_in(kSegmentPages), kBentDepth);
-    while (directory_bits_ < kBitsMax && (entries >> directory_bits_) > full) ++directory_bits_;
+    while (directory_bits_ < kBitsMax && (entries >> directory_bits_) > full * 23 / 16) ++directory_bits_;
     if (directory_bits_ == 0) return;
-    first_pages_ = kSegmentPages;
+    first_pages_ = kHalfPages;
     segments_.resize(size_t{1} << directory_bits_);
     directory_.resize(segments_.size());
     for (uint32_t index = 0; index < segments_.size(); ++index) {
@@ -190,17 +198,14 @@ class IdTable {
   static constexpr uint32_t kAwayMask = (1u << kEntries) - 1;
   static_assert(BlockPool::kIdsMax <= kIdMask);
   static constexpr unsigned kTagBits = 16;
-  static constexpr uint8_t kPassedMax = 255;  // so many or more: it is not counted down any more
-  static constexpr size_t kSegmentPages = 8;  // of one that is full-grown
-  static constexpr size_t kHalfPages = 6;     // of one that was split off
-#ifndef FM
-#define FM 122
-#endif
-  static constexpr uint32_t kFillMax = FM;      // 128ths of the places, then it has to grow
-  static constexpr uint32_t kFillMaxBent = 77;
-  static constexpr uint32_t kBentDepth = 4;   // shallower segments are not evenly dense
-  static constexpr unsigned kPlaceBits = 8;    // of a spot say where in its group it is
-  static constexpr uint32_t kStaleBitsMax = 6;
+  static constexpr uint8_t kPassedMax = 255;    // so many or more: it is not counted down any more
+  static constexpr size_t kSegmentPages = 16;   // of one that is full-grown
+  static constexpr size_t kHalfPages = 12;      // of one that was split off
+  static constexpr uint32_t kFillMax = 116;     // 128ths of the places, then it has to grow
+  static constexpr uint32_t kFillMaxBent = 77;  // of a segment that is not evenly dense
+  static constexpr uint32_t kBentDepth = 4;     // shallower segments are not evenly dense
+  static constexpr unsigned kPlaceBits = 8;     // of a spot say where in its group it is
+  static constexpr uint32_t kStaleBitsMax = 7;
   static_assert(kStaleBitsMax + kPlaceBits <= kTagBits);
   static constexpr uint32_t kNoHome = UINT32_MAX;
   static constexpr uint64_t kUnknown = UINT64_MAX;  // a spot that is read from the key, were it this one too
@@ -293,7 +298,7 @@ class IdTable {
     uint32_t count = 0;       // buckets: 2^group_bits groups of three or four
     uint32_t fill_max = 0;    // entries
     uint32_t size = 0;
-    uint8_t depth = 0;        // so many
+    uint8_t depth = 0;          // so many
     uint8_t home_shift = 0;     // 64 - kPlaceBits - group_bits: see home
     uint8_t group_buckets = 0;  // 3 or 4
     uint8_t tag_from = 0;       // tags are the bits from here on; at most kStaleBitsMax lie before group_end
@@ -318,7 +323,10 @@ class IdTable {
       const unsigned stale_bits = group_end() - tag_from;
       const uint32_t repeats = uint32_t{group_buckets} << stale_bits;
       const uint32_t end = uint32_t{tag} >> (kTagBits - kPlaceBits - stale_bits);
-      const uint32_t back = (at + repeats - 1 - (end * group_buckets >> kPlaceBits)) % repeats + 1;
+      const uint32_t away = at + repeats - 1 - (end * group_buckets >> kPlaceBits);
+      const uint32_t back = 1 + (group_buckets == 4 ? away & (repeats - 1)
+                                                    : (away >> stale_bits) % 3 << stale_bits |
+                                                          (away & ((1u << stale_bits) - 1)));
       return back <= at && passed < back + repeats ? at - back : kNoHome;
     }
     bool is_sparse() const { return memory.pages() > 1 && size < count; }
@@ -426,8 +434,10 @@ class IdTable {
       return;
     }
     lift_away(segment);
-    const Segment whole = replace(segment, pages);
-    deal_out(whole, 0, whole.count, segment);
+    const uint32_t count = segment.count;
+    resize(segment, pages);
+    shape(segment, pages);
+    deal_out(segment.buckets(), count, segment);
     put_lifted(segment, segment);
   }
 
@@ -464,10 +474,13 @@ class IdTable {
     const size_t half_max = fill_max(buckets_in(kHalfPages), upper.depth);
     if (low > half_max || lower.size - low > half_max) return false;
     lay_out(upper, kHalfPages);
-    const Segment whole = replace(lower, kHalfPages, upper.depth);
-    deal_out(whole, 0, whole.count / 2, lower);
-    deal_out(whole, whole.count / 2, whole.count / 2, upper);
+    const uint32_t half = lower.count / 2;
+    lower.depth = upper.depth;
+    shape(lower, kHalfPages);
+    deal_out(lower.buckets() + half, half, upper);
+    deal_out(lower.buckets(), half, lower);
     put_lifted(lower, upper);
+    resize(lower, kHalfPages);
     return true;
   }
 
@@ -476,9 +489,10 @@ class IdTable {
     const size_t pages = lower.memory.pages();
     const std::span<const Lifted> lifted = lift_for(lower, lower.group_end() + 1);
     begin_upper(lower, upper);
-    const size_t low = static_cast<size_t>(
-        std::count_if(lifted.begin(), lifted.end(),
-                      [&upper](const Lifted& entry) { return entry.spot < upper.first_spot; }));
+    const size_t low =
+        static_cast<size_t>(std::count_if(lifted.begin(), lifted.end(), [&upper](const Lifted& entry) {
+          return entry.spot < upper.first_spot;
+        }));
     lay_out(upper, pages_after_split(lifted.size() - low, upper.depth, pages));
     lower.depth = upper.depth;
     lay_out(lower, pages_after_split(low, lower.depth, pages));
@@ -503,16 +517,15 @@ class IdTable {
       put(entry.spot < upper.first_spot ? lower : upper, entry.spot, entry.id);
   }
 
-  // Moves the entries in `count` buckets of `whole` that are their own to `to`, which is empty and has half
-  // as many more buckets in twice as many groups, or a third more in as many. Those that find them full go to
-  // lifted_.
-  void deal_out(const Segment& whole, uint32_t first, uint32_t count, Segment& to) {
-    const Bucket* const from = whole.buckets() + first;
+  // Moves the entries in so many buckets that are their own to `to`, which was laid out anew for them, maybe
+  // around them: with half as many more buckets in twice as many groups, or a third more in as many. Those
+  // that find them full go to lifted_.
+  void deal_out(const Bucket* from, uint32_t count, Segment& to) {
     const unsigned stale_bits = to.group_end() - to.tag_from;
     const auto spare = [&](uint32_t at, uint16_t tag, BlockId id) {
       lifted_.push_back({to.spot(at, tag), id});
     };
-    to.size = whole.group_buckets == 3
+    to.size = to.group_buckets == 4
                   ? BucketDeal<Bucket>::template deal<3>(from, count / 3, to.buckets(), stale_bits, spare)
                   : BucketDeal<Bucket>::template deal<2>(from, count / 2, to.buckets(), stale_bits, spare);
   }
@@ -556,51 +569,55 @@ class IdTable {
   // Only the entries that are not in their own buckets; room for all. Each went by every bucket from its own
   // on, and of those its tag leaves one, nearly always.
   void lift_away(const Segment& segment) {
-    lifted_.clear();
-    lifted_.reserve(segment.size);
-    uint32_t passed = segment.count;  // so many neighbours in front have been passed: all, until one was not
-    size_t unsure = 0;
+    constexpr uint32_t kAhead = 16;
+    const Bucket* const buckets = segment.buckets();
+    std::vector<uint32_t>& passed = passed_;
+    passed.resize(segment.count);
+    uint32_t run = segment.count;  // so many neighbours in front were passed: all, until one was not
     for (uint32_t at = 0; at < segment.count; ++at) {
-      const Bucket& bucket = segment.buckets()[at];
-      for (uint32_t away = bucket.away; away != 0; away &= away - 1) {
-        const auto place = static_cast<uint32_t>(std::countr_zero(away));
-        const BlockId id = bucket.id(place);
-        const uint32_t home = segment.only_home(at, bucket.tags[place], passed);
-        lifted_.push_back({home == kNoHome ? kUnknown : segment.spot(home, bucket.tags[place]), id});
-        if (home != kNoHome) continue;
-        key_of_.prefetch(id);
-        ++unsure;
-      }
-      passed = bucket.passed == 0 ? 0 : passed + 1;
+      __builtin_prefetch(buckets + at + kAhead);
+      passed[at] = run;
+      run = (run + 1) & (buckets[at].passed == 0 ? 0 : UINT32_MAX);
+    }
+    std::vector<uint32_t>& found = away_;
+    found.resize(segment.size + 16);
+    const size_t count = BucketDeal<Bucket>::find_away(buckets, segment.count, found.data());
+    std::vector<Lifted>& lifted = lifted_;
+    lifted.reserve(segment.size);
+    lifted.resize(count);
+    size_t unsure = 0;
+    for (size_t i = 0; i < count; ++i) {
+      const uint32_t at = found[i] / 16, place = found[i] % 16;
+      const uint16_t tag = buckets[at].tags[place];
+      const BlockId id = buckets[at].id(place);
+      const uint32_t home = segment.only_home(at, tag, passed[at]);
+      lifted[i] = {home == kNoHome ? kUnknown : segment.spot(home, tag), id};
+      if (home != kNoHome) [[likely]]
+        continue;
+      key_of_.prefetch(id);
+      ++unsure;
     }
     if (unsure == 0) return;
-    for (Lifted& away : lifted_)
+    for (Lifted& away : lifted)
       if (away.spot == kUnknown) away.spot = bend(key_of_(away.id));
   }
-
-  // Gives the segment `pages` pages with nothing in them and returns it as it was.
-  Segment replace(Segment& segment, size_t pages, uint8_t depth) {
-    Pages fresh;
-    fresh.renew(pages);
-    page_bytes_ += fresh.bytes() - segment.memory.bytes();
-    Segment whole = std::move(segment);
-    segment.memory = std::move(fresh);
-    segment.depth = depth;
-    shape(segment);
-    return whole;
-  }
-  Segment replace(Segment& segment, size_t pages) { return replace(segment, pages, segment.depth); }
 
   // Gives the segment `pages` pages with nothing in them.
   void lay_out(Segment& segment, size_t pages) {
     page_bytes_ -= segment.memory.bytes();
     segment.memory.renew(pages);
     page_bytes_ += segment.memory.bytes();
-    shape(segment);
+    shape(segment, pages);
   }
 
-  static void shape(Segment& segment) {
-    const size_t pages = segment.memory.pages();
+  // Keeps what is in them.
+  void resize(Segment& segment, size_t pages) {
+    page_bytes_ -= segment.memory.bytes();
+    segment.memory.resize(pages);
+    page_bytes_ += segment.memory.bytes();
+  }
+
+  static void shape(Segment& segment, size_t pages) {
     segment.count = buckets_in(pages);
     segment.group_buckets = group_buckets_in(pages);
     segment.home_shift = static_cast<uint8_t>(64 - kPlaceBits - group_bits_in(pages));
@@ -632,6 +649,7 @@ class IdTable {
   size_t size_ = 0;
   size_t page_bytes_ = 0;
   static inline thread_local std::vector<Lifted> lifted_;
+  static inline thread_local std::vector<uint32_t> away_, passed_;
 };
 
 // The two keys that a record is found by.

@@ -22,7 +22,7 @@
 
 namespace kvindexer {
 
-template <class Bucket>
+template <class Bucket, bool kNarrow>
 class BucketDeal {
  public:
   static constexpr uint32_t kEntries = Bucket::kPlaces;
@@ -35,7 +35,7 @@ class BucketDeal {
   template <uint32_t kRun, class Spare>
   static uint32_t deal(const Bucket* from, uint32_t runs, Bucket* to, unsigned stale_bits, Spare spare) {
 #ifdef KVINDEXER_DEAL512
-    if (is_wide()) return deal_wide<kRun>(from, runs, to, stale_bits, spare);
+    if (!kNarrow && is_wide()) return deal_wide<kRun>(from, runs, to, stale_bits, spare);
 #endif
     return deal_narrow<kRun>(from, runs, to, stale_bits, spare);
   }
@@ -44,10 +44,12 @@ class BucketDeal {
   // room for 16 more than there are. Returns how many there are.
   static size_t find_away(const Bucket* buckets, uint32_t count, uint32_t* to) {
 #ifdef KVINDEXER_DEAL512
-    if (is_wide()) return find_away_wide(buckets, count, to);
+    if (!kNarrow && is_wide()) return find_away_wide(buckets, count, to);
 #endif
     return find_away_narrow(buckets, count, to);
   }
+
+ private:
   static size_t find_away_narrow(const Bucket* buckets, uint32_t count, uint32_t* to) {
     uint32_t* const begin = to;
     for (uint32_t at = 0; at < count; ++at)
@@ -81,7 +83,6 @@ class BucketDeal {
     return dealt;
   }
 
- private:
   // Entries on their way to a bucket, and room for one that is not meant.
   struct Hand {
     uint32_t count = 0;

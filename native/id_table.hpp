@@ -51,8 +51,9 @@
 
 namespace kvindexer {
 
-// KeyOf: `uint64_t operator()(BlockId) const` and `void prefetch(BlockId) const`.
-template <class KeyOf>
+// KeyOf: `uint64_t operator()(BlockId) const` and `void prefetch(BlockId) const`. `kDealNarrow` is for tests:
+// grow as on a machine without wide registers.
+template <class KeyOf, bool kDealNarrow = false>
 class IdTable {
  public:
   explicit IdTable(KeyOf key_of) : key_of_(key_of), directory_(1, 0), segments_(1) {}
@@ -203,7 +204,7 @@ class IdTable {
   static constexpr size_t kHalfPages = 12;      // of one that was split off
   static constexpr uint32_t kFillMax = 116;     // 128ths of the places, then it has to grow
   static constexpr uint32_t kFillMaxBent = 77;  // of a segment that is not evenly dense
-  static constexpr uint32_t kBentDepth = 4;     // shallower segments are not evenly dense
+  static constexpr uint32_t kBentDepth = 3;     // shallower segments are not evenly dense
   static constexpr unsigned kPlaceBits = 8;     // of a spot say where in its group it is
   static constexpr uint32_t kStaleBitsMax = 7;
   static_assert(kStaleBitsMax + kPlaceBits <= kTagBits);
@@ -331,6 +332,7 @@ class IdTable {
     }
     bool is_sparse() const { return memory.pages() > 1 && size < count; }
   };
+  using Deal = BucketDeal<Bucket, kDealNarrow>;
   struct Lifted {
     uint64_t spot;  // as far as it is known
     BlockId id;
@@ -526,8 +528,8 @@ class IdTable {
       lifted_.push_back({to.spot(at, tag), id});
     };
     to.size = to.group_buckets == 4
-                  ? BucketDeal<Bucket>::template deal<3>(from, count / 3, to.buckets(), stale_bits, spare)
-                  : BucketDeal<Bucket>::template deal<2>(from, count / 2, to.buckets(), stale_bits, spare);
+                  ? Deal::template deal<3>(from, count / 3, to.buckets(), stale_bits, spare)
+                  : Deal::template deal<2>(from, count / 2, to.buckets(), stale_bits, spare);
   }
 
   // Whether tags say too little where so many bits lead to the group.
@@ -581,7 +583,7 @@ class IdTable {
     }
     std::vector<uint32_t>& found = away_;
     found.resize(segment.size + 16);
-    const size_t count = BucketDeal<Bucket>::find_away(buckets, segment.count, found.data());
+    const size_t count = Deal::find_away(buckets, segment.count, found.data());
     std::vector<Lifted>& lifted = lifted_;
     lifted.reserve(segment.size);
     lifted.resize(count);

@@ -259,6 +259,26 @@ def sliding_simhashes(token_ids: bytes, block_size: int, shingle: int = 1) -> by
 def linear_scan(stored: bytes, queries: bytes, distance_max: int) -> bytes:
     """For benchmarks: rows of uint32 query, uint32 stored for all pairs of SimHashes within the distance."""
 
+class IdTable:
+    """For tests: keys that no blocks are known for. A key's number is its place among all that were inserted."""
+
+    def __init__(self) -> None: ...
+    def reserve(self, entries: int) -> None: ...
+    def insert(self, keys: bytes) -> None: ...
+    def erase(self, numbers: bytes) -> None:
+        """As uint32; all of them are there."""
+
+    def numbers(self, keys: bytes) -> bytes:
+        """As uint32, of all entries with one of these keys."""
+
+    def all(self) -> bytes:
+        """As uint32, in the order of their places."""
+
+    def bytes(self) -> int: ...
+
+class NarrowIdTable(IdTable):
+    """The same, growing as on a machine without wide registers."""
+
 class NearTable:
     """For tests: SimHashes that no tokens are known for, in a table of 2**bits buckets, 6 <= bits <= 20."""
 

@@ -21,6 +21,7 @@
 #include "event_payload.hpp"
 #include "flight_book.hpp"
 #include "fuzzy_index.hpp"
+#include "id_table.hpp"
 #include "json_cut.hpp"
 #include "linear_scan.hpp"
 #include "prefix_index.hpp"
@@ -434,6 +435,56 @@ std::vector<uint32_t> halves_of(const nb::bytes& buffer) {
   return halves;
 }
 
+// An IdTable alone: tests choose keys that no blocks are known for. A record's number is its place in `keys`.
+template <bool kDealNarrow>
+struct LoneIds {
+  struct KeyOf {
+    const std::vector<uint64_t>* keys;
+    uint64_t operator()(BlockId id) const { return (*keys)[id]; }
+    void prefetch(BlockId id) const { __builtin_prefetch(&(*keys)[id]); }
+  };
+  std::vector<uint64_t> keys;
+  IdTable<KeyOf, kDealNarrow> table{KeyOf{&keys}};
+  LoneIds() = default;
+  LoneIds(const LoneIds&) = delete;
+};
+
+template <bool kDealNarrow>
+void bind_id_table(nb::module_& m, const char* name) {
+  using Ids = LoneIds<kDealNarrow>;
+  nb::class_<Ids>(m, name)
+      .def(nb::init<>())
+      .def("reserve", [](Ids& self, size_t entries) { self.table.reserve(entries); })
+      .def("insert",
+           [](Ids& self, const nb::bytes& keys) {
+             for (const uint64_t key : words_of(keys)) {
+               self.keys.push_back(key);
+               self.table.insert(key, static_cast<BlockId>(self.keys.size() - 1));
+             }
+           })
+      .def("erase",
+           [](Ids& self, const nb::bytes& numbers) {
+             for (const uint32_t id : halves_of(numbers)) self.table.erase(self.keys[id], id);
+           })
+      .def("numbers",
+           [](const Ids& self, const nb::bytes& keys) {
+             std::vector<BlockId> found;
+             for (const uint64_t key : words_of(keys))
+               self.table.each(key, [&](BlockId id) {
+                 found.push_back(id);
+                 return false;
+               });
+             return bytes_of_values(found);
+           })
+      .def("all",
+           [](const Ids& self) {
+             std::vector<BlockId> found;
+             self.table.for_each([&](BlockId id) { found.push_back(id); });
+             return bytes_of_values(found);
+           })
+      .def("bytes", [](const Ids& self) { return self.table.bytes(); });
+}
+
 // A NearTable alone: tests choose SimHashes that no tokens are known for.
 struct LoneTable {
   NearTable table;
@@ -841,6 +892,8 @@ void bind_wire(nb::module_& m) {
 
 NB_MODULE(_native, m) {
   m.doc() = "Native core of the KV prefix-cache indexer; see app/_native.pyi.";
+  bind_id_table<false>(m, "IdTable");
+  bind_id_table<true>(m, "NarrowIdTable");
   bind_fuzzy(m);
   bind_flight(m);
   bind_index(m);

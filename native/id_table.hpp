@@ -2,24 +2,32 @@
 // small slices.
 //
 // Shape. A directory over the leading bits names segments (extendible hashing: Fagin, Nievergelt, Pippenger
-// and Strong 1979). A segment is a power of two of buckets, each a cache line with eleven entries: a record's
-// number and a tag, the 16 bits of its key behind those that lead to its bucket. So nearly every probe is one
-// cache line and one comparison of eleven tags at once; an entry that found its bucket full lies in one
-// behind it, and the full one counts how many went by (as F14 does: Bronson and Shi 2019). Moving an entry
-// needs no look at its record while its tag and its bucket tell enough of its key; each split uses up one
-// bit, and after kStaleBitsMax of them the keys are read again.
+// and Strong 1979). A segment is a run of buckets, each a cache line with eleven entries: a record's number
+// and a tag, 16 bits of its key. So nearly every probe is one cache line and one comparison of eleven tags at
+// once; an entry that found its bucket full lies in one behind it, and the full one counts how many went by
+// (as F14 does: Bronson and Shi 2019).
 //
-// A full segment (32 KiB) splits in two. Were all equally likely, all would fill and split at one time, and
-// the load of the table would swing between 0.92 and 0.46. So keys are bent first (`bend`): along the
-// directory their density falls to a half, smoothly, as in spiral storage (Martin 1979). Then at any moment
-// some segments split and others have just done so, the load of the whole stays about 0.66 at any size,
-// or 8.5 bytes an entry, and an entry is moved about once in a doubling.
+// Groups. Buckets stand in groups of three or four. Of a key, the bits behind the segment's depth are the
+// number of the group, and the eight behind those tell which of its buckets. The tag has these eight, so a
+// bucket and a tag tell as much of a key as moving its entry to another layout takes, and the record is not
+// looked at. Each layout in twice as many groups puts one more bit of the tag behind the group's end; past
+// kStaleBitsMax such bits, which tell entries of one bucket apart no more, the keys are read again.
+//
+// Growth. A full segment (16 pages) splits in two of 12 pages, each of which grows to 16 and splits: groups
+// of four become two of three, and groups of three groups of four, always in order, so that a bucket's
+// entries go to two neighbours (bucket_deal.hpp). Were all segments equally likely, all would fill at one
+// time. So keys are bent first (`bend`): along the directory their density falls to a half, smoothly, as in
+// spiral storage (Martin 1979). Then at any moment some segments split and others have just done so, and the
+// load of the whole stays about 0.75 at any size: 7.5 to 8.0 bytes an entry from 100,000 on, 7.74 in the
+// mean. An entry is moved about twice in a doubling, for 3 to 6 ns each time.
 //
 // Tried, with the CPU time of storing 256 new blocks, two insertions each, in an index of 1M: entries of 6
 // bytes in key order with gaps (ordered linear probing), in segments that grow by a page at a time, 8.2 bytes
 // an entry: 85 us; the same in segments that split (bent keys), 9.7 bytes: 65 us; these buckets: 53 us, of
 // which a quarter is waiting for page walks. Huge pages take 12 % off, but each costs 2 ms when it is touched
-// first.
+// first. Splits of 8 pages into two times 8, entry by entry: 8.4 to 9.2 bytes an entry, the same time as now.
+// Segments of 8 pages that split into 6: more system calls, 3 us more. Fuller ones (120 of 128 places in
+// place of 116): 7.5 bytes, and 3 ns more an insertion, for entries that find their bucket full.
 //
 // Keys must be uniform in their leading bits. Skewed keys stay correct and cost linear time.
 #pragma once
@@ -38,12 +46,14 @@
 #endif
 
 #include "block_pool.hpp"
+#include "bucket_deal.hpp"
 #include "pages.hpp"
 
 namespace kvindexer {
 
-// KeyOf: `uint64_t operator()(BlockId) const` and `void prefetch(BlockId) const`.
-template <class KeyOf>
+// KeyOf: `uint64_t operator()(BlockId) const` and `void prefetch(BlockId) const`. `kDealNarrow` is for tests:
+// grow as on a machine without wide registers.
+template <class KeyOf, bool kDealNarrow = false>
 class IdTable {
  public:
   explicit IdTable(KeyOf key_of) : key_of_(key_of), directory_(1, 0), segments_(1) {}
@@ -102,16 +112,16 @@ class IdTable {
     each_likely(bend(key), [&](BlockId id) { return key_of_(id) == key && visit(id); });
   }
 
-  // An empty table gets its directory for about so many entries now, and each segment its full memory with
-  // its first entry: for whoever knows what is coming, a third of the time of filling it is splitting
-  // segments.
+  // An empty table gets its directory for about so many entries now, and each segment the memory of a half
+  // with its first entry: for whoever knows what is coming. The densest segments will split once, as they
+  // would have: made to hold them, the others would stay too empty.
   void reserve(size_t entries) {
     if (size_ != 0 || directory_bits_ != 0) return;
     constexpr unsigned kBitsMax = 16;
     const size_t full = fill_max(buckets_in(kSegmentPages), kBentDepth);
-    while (directory_bits_ < kBitsMax && (entries >> directory_bits_) > full) ++directory_bits_;
+    while (directory_bits_ < kBitsMax && (entries >> directory_bits_) > full * 23 / 16) ++directory_bits_;
     if (directory_bits_ == 0) return;
-    first_pages_ = kSegmentPages;
+    first_pages_ = kHalfPages;
     segments_.resize(size_t{1} << directory_bits_);
     directory_.resize(segments_.size());
     for (uint32_t index = 0; index < segments_.size(); ++index) {
@@ -203,13 +213,20 @@ class IdTable {
   static constexpr uint32_t kAwayMask = (1u << kEntries) - 1;
   static_assert(BlockPool::kIdsMax <= kIdMask);
   static constexpr unsigned kTagBits = 16;
-  static constexpr uint8_t kPassedMax = 255;  // so many or more: it is not counted down any more
-  static constexpr size_t kSegmentPages = 8;  // of one that is full-grown
-  static constexpr uint32_t kBentDepth = 4;   // shallower segments are not evenly dense
-  static constexpr uint32_t kStaleBitsMax = 6;
+  static constexpr uint8_t kPassedMax = 255;    // so many or more: it is not counted down any more
+  static constexpr size_t kSegmentPages = 16;   // of one that is full-grown
+  static constexpr size_t kHalfPages = 12;      // of one that was split off
+  static constexpr uint32_t kFillMax = 116;     // 128ths of the places, then it has to grow
+  static constexpr uint32_t kFillMaxBent = 77;  // of a segment that is not evenly dense
+  static constexpr uint32_t kBentDepth = 3;     // shallower segments are not evenly dense
+  static constexpr unsigned kPlaceBits = 8;     // of a spot say where in its group it is
+  static constexpr uint32_t kStaleBitsMax = 7;
+  static_assert(kStaleBitsMax + kPlaceBits <= kTagBits);
+  static constexpr uint32_t kNoHome = UINT32_MAX;
   static constexpr uint64_t kUnknown = UINT64_MAX;  // a spot that is read from the key, were it this one too
 
   struct alignas(64) Bucket {
+    static constexpr uint32_t kPlaces = kEntries;
     uint16_t tags[kEntries];
     uint16_t count : 4;
     uint16_t away : kEntries;  // bit per entry: this is not its own bucket
@@ -255,6 +272,30 @@ class IdTable {
       away = static_cast<uint16_t>((away & ~(1u << place)) | bit << place) & ((1u << last) - 1);
     }
 
+    // All numbers at once; what stands behind the last means nothing.
+    void unpack(BlockId* ids) const {
+      for (uint32_t pair = 0; pair < kEntries / 2; ++pair) {
+        uint64_t bits;
+        std::memcpy(&bits, packed_ids + pair * 7, sizeof(bits));
+        ids[2 * pair] = static_cast<BlockId>(bits) & kIdMask;
+        ids[2 * pair + 1] = static_cast<BlockId>(bits >> 28) & kIdMask;
+      }
+      std::memcpy(&ids[kEntries - 1], packed_ids + kEntries / 2 * 7, sizeof(BlockId));
+      ids[kEntries - 1] &= kIdMask;
+    }
+    // Nothing but these entries, which are its own; behind them there are zeros.
+    void fill(uint32_t entries, const uint16_t* from_tags, const BlockId* ids) {
+      std::memcpy(tags, from_tags, sizeof(tags));
+      count = entries & 15;
+      away = 0;
+      passed = 0;
+      for (uint32_t pair = 0; pair < kEntries / 2; ++pair) {
+        const uint64_t bits = ids[2 * pair] | uint64_t{ids[2 * pair + 1]} << 28;
+        std::memcpy(packed_ids + pair * 7, &bits, sizeof(bits));
+      }
+      std::memcpy(packed_ids + kEntries / 2 * 7, &ids[kEntries - 1], sizeof(BlockId));
+    }
+
    private:
     uint32_t read(uint32_t place) const {  // with four bits of a neighbour
       uint32_t bits;
@@ -270,25 +311,39 @@ class IdTable {
   struct Segment {
     Pages memory;
     uint64_t first_spot = 0;  // its leading bits are those that all spots share
-    uint32_t count = 0;       // buckets: a power of two
+    uint32_t count = 0;       // buckets: 2^group_bits groups of three or four
     uint32_t fill_max = 0;    // entries
     uint32_t size = 0;
-    uint8_t depth = 0;        // so many
-    uint8_t bucket_bits = 0;  // the bits behind those are the number of the bucket
-    uint8_t tag_from =
-        0;  // tags are the bits from here on; at most kStaleBitsMax lie before the bucket's end
+    uint8_t depth = 0;          // so many
+    uint8_t home_shift = 0;     // 64 - kPlaceBits - group_bits: see home
+    uint8_t group_buckets = 0;  // 3 or 4
+    uint8_t tag_from = 0;       // tags are the bits from here on; at most kStaleBitsMax lie before group_end
 
     Bucket* buckets() const { return static_cast<Bucket*>(memory.base()); }
+    // The bits behind the depth are the number of the group, those behind them say where in it.
     uint32_t home(uint64_t spot) const {
-      return bucket_bits == 0 ? 0 : static_cast<uint32_t>((spot << depth) >> (64 - bucket_bits));
+      return static_cast<uint32_t>((spot << depth) >> home_shift) * group_buckets >> kPlaceBits;
     }
     uint16_t tag(uint64_t spot) const { return static_cast<uint16_t>((spot << tag_from) >> (64 - kTagBits)); }
-    uint32_t next(uint32_t at) const { return (at + 1) & (count - 1); }
-    unsigned bucket_end() const { return depth + bucket_bits; }
-    // Of an entry that lies in its own bucket, as far as bucket and tag tell.
+    uint32_t next(uint32_t at) const { return at + 1 == count ? 0 : at + 1; }
+    unsigned group_end() const { return depth + 64 - kPlaceBits - home_shift; }
+    // Of an entry that lies in its own bucket, as far as group and tag tell.
     uint64_t spot(uint32_t at, uint16_t tag) const {
-      return first_spot | uint64_t{at} << (64 - bucket_end()) |
+      return first_spot | uint64_t{at / group_buckets} << (64 - group_end()) |
              (uint64_t{tag} << (64 - kTagBits)) >> tag_from;
+    }
+    // The bucket of an entry that lies in `at` because it was full, as were more behind it: `passed` in front
+    // of `at` can be it. The tag tells the end of the group's number, and the place in the group; kNoHome
+    // where that leaves several.
+    uint32_t only_home(uint32_t at, uint16_t tag, uint32_t passed) const {
+      const unsigned stale_bits = group_end() - tag_from;
+      const uint32_t repeats = uint32_t{group_buckets} << stale_bits;
+      const uint32_t end = uint32_t{tag} >> (kTagBits - kPlaceBits - stale_bits);
+      const uint32_t away = at + repeats - 1 - (end * group_buckets >> kPlaceBits);
+      const uint32_t back = 1 + (group_buckets == 4 ? away & (repeats - 1)
+                                                    : (away >> stale_bits) % 3 << stale_bits |
+                                                          (away & ((1u << stale_bits) - 1)));
+      return back <= at && passed < back + repeats ? at - back : kNoHome;
     }
     bool is_sparse() const { return memory.pages() > 1 && size < count; }
   };
@@ -310,6 +365,7 @@ class IdTable {
   };
 
  private:
+  using Deal = BucketDeal<Bucket, kDealNarrow>;
   struct Lifted {
     uint64_t spot;  // as far as it is known
     BlockId id;
@@ -392,6 +448,7 @@ class IdTable {
   static size_t pages_for(size_t entries) {  // a power of two, at a load of 0.5 or less
     return std::bit_ceil((entries * 2 / kEntries + 1) * sizeof(Bucket) / Pages::kPageBytes + 1);
   }
+  static size_t next_pages(size_t pages) { return pages + std::max<size_t>(1, std::bit_floor(pages) / 2); }
 
   void make_room(uint32_t index) {
     Segment& segment = segments_[index];
@@ -399,23 +456,34 @@ class IdTable {
     // Skewed keys would deepen the directory without end: past this depth a segment grows instead.
     const uint32_t depth_max = static_cast<uint32_t>(std::bit_width(segments_.size())) + 3;
     if (pages >= kSegmentPages && segment.depth < depth_max) return split(index);
-    if (pages == 0) {
-      lay_out(segment, first_pages_);
-      segment.tag_from = static_cast<uint8_t>(segment.bucket_end());
-      return;
-    }
-    const std::span<const Lifted> lifted = lift_for_one_more_bit(segment);
-    lay_out(segment, pages * 2);
-    for (const Lifted& entry : lifted) put(segment, entry.spot, entry.id);
+    if (pages != 0) return grow(segment, next_pages(pages));
+    lay_out(segment, first_pages_);
+    segment.tag_from = static_cast<uint8_t>(segment.group_end());
   }
 
   void shrink(uint32_t index) {
     Segment& segment = segments_[index];
     const std::span<const Lifted> lifted = lift(segment, true);
     const size_t pages = pages_for(lifted.size());
-    segment.tag_from = static_cast<uint8_t>(segment.depth + std::countr_zero(buckets_in(pages)));
+    segment.tag_from = static_cast<uint8_t>(segment.depth + group_bits_in(pages));
     lay_out(segment, pages);
     for (const Lifted& entry : lifted) put(segment, entry.spot, entry.id);
+  }
+
+  void grow(Segment& segment, size_t pages) {
+    const unsigned group_end = segment.depth + group_bits_in(pages);
+    if (buckets_in(pages) == segment.count * 2 || is_stale(segment, group_end)) {
+      const std::span<const Lifted> lifted = lift_for(segment, group_end);
+      lay_out(segment, pages);
+      for (const Lifted& entry : lifted) put(segment, entry.spot, entry.id);
+      return;
+    }
+    lift_away(segment);
+    const uint32_t count = segment.count;
+    resize(segment, pages);
+    shape(segment, pages);
+    deal_out(segment.buckets(), count, segment);
+    put_lifted(segment, segment);
   }
 
   void split(uint32_t index) {
@@ -429,88 +497,98 @@ class IdTable {
     segments_.emplace_back();
     Segment& lower = segments_[index];
     Segment& upper = segments_[fresh];
-    if (can_deal_out(lower))
-      deal_out(lower, upper);
-    else
-      lift_out(lower, upper);
+    if (!split_evenly(lower, upper)) lift_out(lower, upper);
     // The directory cells of the old segment are one run; its upper half now names the new one.
     const size_t run = size_t{1} << (directory_bits_ - lower.depth);
     const size_t first = upper.first_spot >> (64 - directory_bits_);
     std::fill_n(directory_.begin() + static_cast<ptrdiff_t>(first), run, fresh);
   }
 
-  // Whether tags still say the next bit of every spot, and both halves will hold what they get.
-  static bool can_deal_out(const Segment& segment) {
-    if (segment.memory.pages() != kSegmentPages ||
-        segment.bucket_end() + 1 > segment.tag_from + kStaleBitsMax)
-      return false;
-    uint32_t low = 0;
-    for (uint32_t at = 0; at < segment.count / 2; ++at) low += segment.buckets()[at].count;
-    const uint32_t half_max = segment.count * kEntries / 2;
-    return low <= half_max && segment.size - low <= half_max;
-  }
-
-  // Splits bucket by bucket: the first bit of its number tells the half, and with the others and the bit
-  // behind them, which the tag has, it is one of two neighbours there. Both have room for all of it.
-  void deal_out(Segment& lower, Segment& upper) {
-    constexpr uint32_t kCount = kSegmentPages * Pages::kPageBytes / sizeof(Bucket);
-    static thread_local std::array<Bucket, kCount> whole;
-    std::memcpy(whole.data(), lower.buckets(), sizeof(whole));
-    const unsigned shift = kTagBits - 1 - (lower.bucket_end() - lower.tag_from);
-    upper.first_spot = lower.first_spot | uint64_t{1} << (63 - lower.depth);
-    upper.depth = static_cast<uint8_t>(lower.depth + 1);
-    upper.tag_from = lower.tag_from;
-    lay_out(upper, kSegmentPages);  // may throw: nothing has changed yet
+  // Splits bucket by bucket, where tags still say enough of every spot and both halves will hold what they
+  // get.
+  bool split_evenly(Segment& lower, Segment& upper) {
+    if (lower.memory.pages() != kSegmentPages || is_stale(lower, lower.group_end() + 1)) return false;
+    lift_away(lower);
+    begin_upper(lower, upper);
+    size_t low = 0;
+    for (uint32_t at = 0; at < lower.count / 2; ++at) {
+      const Bucket& bucket = lower.buckets()[at];
+      low += bucket.count - static_cast<uint32_t>(std::popcount(uint32_t{bucket.away}));
+    }
+    for (const Lifted& away : lifted_) low += away.spot < upper.first_spot ? 1 : 0;
+    const size_t half_max = fill_max(buckets_in(kHalfPages), upper.depth);
+    if (low > half_max || lower.size - low > half_max) return false;
+    lay_out(upper, kHalfPages);
+    const uint32_t half = lower.count / 2;
     lower.depth = upper.depth;
-    lay_out(lower, kSegmentPages);
-    lifted_.clear();
-    for (uint32_t at = 0; at < kCount; ++at) {
-      const Bucket& bucket = whole[at];
-      Segment& half = at < kCount / 2 ? lower : upper;
-      Bucket* const pair = half.buckets() + 2 * (at % (kCount / 2));
-      for (uint32_t place = 0; place < bucket.count; ++place) {
-        const BlockId id = bucket.id(place);
-        if (bucket.away >> place & 1) [[unlikely]] {
-          key_of_.prefetch(id);
-          lifted_.push_back({0, id});
-          continue;
-        }
-        pair[bucket.tags[place] >> shift & 1].add(bucket.tags[place], id, false);
-        ++half.size;
-      }
-    }
-    for (const Lifted& away : lifted_) {
-      const uint64_t spot = bend(key_of_(away.id));
-      put(spot >= upper.first_spot ? upper : lower, spot, away.id);
-    }
+    shape(lower, kHalfPages);
+    deal_out(lower.buckets() + half, half, upper);
+    deal_out(lower.buckets(), half, lower);
+    put_lifted(lower, upper);
+    resize(lower, kHalfPages);
+    return true;
   }
 
   // Splits entry by entry, whatever they are.
   void lift_out(Segment& lower, Segment& upper) {
-    const std::span<const Lifted> lifted = lift_for_one_more_bit(lower);
-    const uint64_t bit = uint64_t{1} << (63 - lower.depth);
-    const size_t high_count = static_cast<size_t>(std::count_if(
-        lifted.begin(), lifted.end(), [bit](const Lifted& entry) { return (entry.spot & bit) != 0; }));
-    upper.first_spot = lower.first_spot | bit;
+    const size_t pages = lower.memory.pages();
+    const std::span<const Lifted> lifted = lift_for(lower, lower.group_end() + 1);
+    begin_upper(lower, upper);
+    const size_t low =
+        static_cast<size_t>(std::count_if(lifted.begin(), lifted.end(), [&upper](const Lifted& entry) {
+          return entry.spot < upper.first_spot;
+        }));
+    lay_out(upper, pages_after_split(lifted.size() - low, upper.depth, pages));
+    lower.depth = upper.depth;
+    lay_out(lower, pages_after_split(low, lower.depth, pages));
+    put_lifted(lower, upper);
+  }
+
+  static void begin_upper(const Segment& lower, Segment& upper) {
+    upper.first_spot = lower.first_spot | uint64_t{1} << (63 - lower.depth);
     upper.depth = static_cast<uint8_t>(lower.depth + 1);
     upper.tag_from = lower.tag_from;
-    lay_out(upper, pages_after_split(high_count));
-    lower.depth = upper.depth;
-    lay_out(lower, pages_after_split(lifted.size() - high_count));
-    for (const Lifted& entry : lifted) put((entry.spot & bit) != 0 ? upper : lower, entry.spot, entry.id);
   }
 
-  // For a layout in which a bit more of every spot leads to its bucket. Makes the tags fresh where they would
-  // not tell enough then.
-  std::span<const Lifted> lift_for_one_more_bit(Segment& segment) {
-    const unsigned bucket_end = segment.bucket_end() + 1;
-    const bool is_stale = bucket_end > segment.tag_from + kStaleBitsMax;
-    if (is_stale) segment.tag_from = static_cast<uint8_t>(bucket_end);
-    return lift(segment, is_stale);
+  // Skewed keys may leave one half with all of it.
+  static size_t pages_after_split(size_t entries, uint32_t depth, size_t pages_max) {
+    size_t pages = kHalfPages;
+    while (pages < pages_max && entries >= fill_max(buckets_in(pages), depth)) pages = next_pages(pages);
+    return pages;
   }
 
-  // A copy of the segment's entries, with their spots: whole ones where `read_keys`, else what is known of
-  // them.
+  void put_lifted(Segment& lower, Segment& upper) {
+    for (const Lifted& entry : lifted_)
+      put(entry.spot < upper.first_spot ? lower : upper, entry.spot, entry.id);
+  }
+
+  // Moves the entries in so many buckets that are their own to `to`, which was laid out anew for them, maybe
+  // around them: with half as many more buckets in twice as many groups, or a third more in as many. Those
+  // that find them full go to lifted_.
+  void deal_out(const Bucket* from, uint32_t count, Segment& to) {
+    const unsigned stale_bits = to.group_end() - to.tag_from;
+    const auto spare = [&](uint32_t at, uint16_t tag, BlockId id) {
+      lifted_.push_back({to.spot(at, tag), id});
+    };
+    to.size = to.group_buckets == 4
+                  ? Deal::template deal<3>(from, count / 3, to.buckets(), stale_bits, spare)
+                  : Deal::template deal<2>(from, count / 2, to.buckets(), stale_bits, spare);
+  }
+
+  // Whether tags say too little where so many bits lead to the group.
+  static bool is_stale(const Segment& segment, unsigned group_end) {
+    return group_end > segment.tag_from + kStaleBitsMax;
+  }
+
+  // A copy of the segment's entries, with spots that tell enough for a layout in which so many bits lead to
+  // the group. Makes the tags fresh where they would not.
+  std::span<const Lifted> lift_for(Segment& segment, unsigned group_end) {
+    const bool read_keys = is_stale(segment, group_end);
+    if (read_keys) segment.tag_from = static_cast<uint8_t>(group_end);
+    return lift(segment, read_keys);
+  }
+
+  // With whole spots where `read_keys`, else with what is known of them.
   std::span<const Lifted> lift(const Segment& segment, bool read_keys) {
     constexpr size_t kAhead = 16;
     std::vector<Lifted>& lifted = lifted_;
@@ -533,31 +611,79 @@ class IdTable {
     return lifted;
   }
 
-  static size_t pages_after_split(size_t entries) {  // skewed keys may leave one half with too many
-    return std::max(kSegmentPages,
-                    entries * 2 > buckets_in(kSegmentPages) * kEntries ? pages_for(entries) : 0);
+  // Only the entries that are not in their own buckets; room for all. Each went by every bucket from its own
+  // on, and of those its tag leaves one, nearly always.
+  void lift_away(const Segment& segment) {
+    constexpr uint32_t kAhead = 16;
+    const Bucket* const buckets = segment.buckets();
+    std::vector<uint32_t>& passed = passed_;
+    passed.resize(segment.count);
+    uint32_t run = segment.count;  // so many neighbours in front were passed: all, until one was not
+    for (uint32_t at = 0; at < segment.count; ++at) {
+      __builtin_prefetch(buckets + at + kAhead);
+      passed[at] = run;
+      run = (run + 1) & (buckets[at].passed == 0 ? 0 : UINT32_MAX);
+    }
+    std::vector<uint32_t>& found = away_;
+    found.resize(segment.size + 16);
+    const size_t count = Deal::find_away(buckets, segment.count, found.data());
+    std::vector<Lifted>& lifted = lifted_;
+    lifted.reserve(segment.size);
+    lifted.resize(count);
+    size_t unsure = 0;
+    for (size_t i = 0; i < count; ++i) {
+      const uint32_t at = found[i] / 16, place = found[i] % 16;
+      const uint16_t tag = buckets[at].tags[place];
+      const BlockId id = buckets[at].id(place);
+      const uint32_t home = segment.only_home(at, tag, passed[at]);
+      lifted[i] = {home == kNoHome ? kUnknown : segment.spot(home, tag), id};
+      if (home != kNoHome) [[likely]]
+        continue;
+      key_of_.prefetch(id);
+      ++unsure;
+    }
+    if (unsure == 0) return;
+    for (Lifted& away : lifted)
+      if (away.spot == kUnknown) away.spot = bend(key_of_(away.id));
   }
 
-  // Gives the segment `pages` pages, a power of two, with nothing in them.
+  // Gives the segment `pages` pages with nothing in them.
   void lay_out(Segment& segment, size_t pages) {
     page_bytes_ -= segment.memory.bytes();
     segment.memory.renew(pages);
     page_bytes_ += segment.memory.bytes();
+    shape(segment, pages);
+  }
+
+  // Keeps what is in them.
+  void resize(Segment& segment, size_t pages) {
+    page_bytes_ -= segment.memory.bytes();
+    segment.memory.resize(pages);
+    page_bytes_ += segment.memory.bytes();
+  }
+
+  static void shape(Segment& segment, size_t pages) {
     segment.count = buckets_in(pages);
-    segment.bucket_bits = static_cast<uint8_t>(std::countr_zero(segment.count));
-    // Invariant: bucket and tag leave no bit out between them. A half that needs fewer buckets than the whole
+    segment.group_buckets = group_buckets_in(pages);
+    segment.home_shift = static_cast<uint8_t>(64 - kPlaceBits - group_bits_in(pages));
+    // Invariant: group and tag leave no bit out between them. A half that needs fewer groups than the whole
     // had (skewed keys) would; the bits in front of a tag are known wherever it is.
-    segment.tag_from = static_cast<uint8_t>(std::min<unsigned>(segment.tag_from, segment.bucket_end()));
+    segment.tag_from = static_cast<uint8_t>(std::min<unsigned>(segment.tag_from, segment.group_end()));
     segment.fill_max = fill_max(segment.count, segment.depth);
     segment.size = 0;
   }
 
   // Entries of a segment of so many buckets.
   static uint32_t fill_max(uint32_t buckets, uint32_t depth) {
-    return buckets * kEntries * (depth < kBentDepth ? 77 : 122) / 128;
+    return buckets * kEntries * (depth < kBentDepth ? kFillMaxBent : kFillMax) / 128;
   }
+  // A segment has 2^i or 3 * 2^i pages.
   static uint32_t buckets_in(size_t pages) {
     return static_cast<uint32_t>(pages * Pages::kPageBytes / sizeof(Bucket));
+  }
+  static uint8_t group_buckets_in(size_t pages) { return std::has_single_bit(pages) ? 4 : 3; }
+  static unsigned group_bits_in(size_t pages) {
+    return static_cast<unsigned>(std::countr_zero(buckets_in(pages) / group_buckets_in(pages)));
   }
 
   KeyOf key_of_;
@@ -568,6 +694,7 @@ class IdTable {
   size_t size_ = 0;
   size_t page_bytes_ = 0;
   static inline thread_local std::vector<Lifted> lifted_;
+  static inline thread_local std::vector<uint32_t> away_, passed_;
 };
 
 // The two keys that a record is found by.

@@ -400,3 +400,28 @@ def test_names_that_another_context_has_too_go_in_both(step: int, seed: int) -> 
         assert (removed.removed_blocks, removed.unknown_blocks) == (600 if leaving is passing else 26, 0)
     assert index.blocks_by_tier(source) == (0, 0, 0, 0)
     assert index.blocks_by_tier(earlier)[0] == (626 if seed else 0)
+
+
+@pytest.mark.parametrize("seed", [0, 10_000])
+@pytest.mark.parametrize("step", [1, -1])
+def test_what_goes_while_an_export_is_written_is_gone_behind_it(step: int, seed: int) -> None:
+    """In runs too, wherever the names lie."""
+    index = PrefixIndex(IndexLimits(ttl_ticks=0))
+    source, earlier = index.add_source(), index.add_source()
+    names = range(1, 21)
+    if seed:
+        store_numbered(index, earlier, "m", names)
+    store_numbered(index, source, "m", names, seed)
+    writing = index.start_export()
+    frames = [writing.names(1_000)[0]]
+    index.remove(source, tier=0, group=0, engine_hashes=uint64s(*[seed + n for n in names][::step]), now=0)
+    frames.append(writing.changes(1_000)[0])
+    fresh = PrefixIndex(IndexLimits(ttl_ticks=0))
+    assert [fresh.add_source(), fresh.add_source()] == [source, earlier]
+    importing = fresh.start_import(saved_at=0, elapsed=0, now=0)
+    for slot in index.slots():
+        importing.slot(slot, context=fresh.context("m", None, 1, 0), source=slot.source)
+    assert all(importing.frame(frame) for frame in frames)
+    assert fresh.blocks_by_tier(source)[0] == 0
+    assert fresh.blocks_by_tier(earlier)[0] == (20 if seed else 0)
+    assert fresh.stats().engine_keys == (20 if seed else 0)

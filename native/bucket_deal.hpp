@@ -5,8 +5,7 @@
 // most two. Entries that are away from their bucket stay out: the caller has them.
 //
 // With AVX-512 VBMI2 (Ice Lake, Zen 4, and later) a bucket is read, parted and written in registers;
-// elsewhere entry by entry, without a branch by what they are: a fifth and a half of the time of appending
-// one by one.
+// elsewhere entry by entry, without a branch by what they are.
 #pragma once
 
 #include <algorithm>

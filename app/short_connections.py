@@ -24,7 +24,6 @@ from app import _native
 from app.connections import BoundedProtocol, ConnectionLimits, Doing
 
 ANSWERS_MAX = 16
-HELD_S = 0.0005  # looked at when another one comes
 HELD_BYTES_MAX = 1_048_576  # of a request that comes in pieces
 
 Request = TypeVar("Request")
@@ -34,6 +33,9 @@ class ShortCut(Protocol[Request]):
     """app/api/short_cut.py"""
 
     body_bytes_max: int
+
+    def patience_s(self, request: Request) -> float:
+        """How long its answer may wait for others to go out with."""
 
     def find(
         self, path: str, query_string: bytes, headers: Sequence[tuple[bytes, bytes]]
@@ -49,21 +51,24 @@ class Outbox:
 
     Each write wakes up whoever waits for it, which costs the writer more than the write. So what one round of the loop
     has answered is sent behind the round: the first write wakes a client, and the others find it awake. An answer
-    waits for ANSWERS_MAX others at the most, and beyond HELD_S for one.
+    waits for ANSWERS_MAX others at the most, and beyond its patience for one.
     """
 
     def __init__(self) -> None:
         self._answers: list[tuple[asyncio.Transport, tuple[bytes, bytes]]] = []
-        self._since_s = 0.0
+        self._due_s = 0.0  # looked at when another one comes
 
-    def put(self, transport: asyncio.Transport, answer: tuple[bytes, bytes]) -> None:
+    def put(self, transport: asyncio.Transport, answer: tuple[bytes, bytes], patience_s: float) -> None:
         now_s = time.perf_counter()
+        due_s = now_s + patience_s
         answers = self._answers
         if not answers:
             asyncio.get_running_loop().call_soon(self.flush)
-            self._since_s = now_s
+            self._due_s = due_s
+        elif due_s < self._due_s:
+            self._due_s = due_s
         answers.append((transport, answer))
-        if len(answers) >= ANSWERS_MAX or now_s - self._since_s > HELD_S:
+        if len(answers) >= ANSWERS_MAX or now_s > self._due_s:
             self.flush()
 
     def flush(self) -> None:
@@ -154,7 +159,7 @@ class ShortConnection(BoundedProtocol):
         )
         if isinstance(answer, tuple):
             self._unset_keepalive_if_required()
-            self._outbox.put(self.transport, answer)
+            self._outbox.put(self.transport, answer, self._short_cut.patience_s(request))
             self._rests = True
             self._answers += 1
             self._loose_bytes = 0

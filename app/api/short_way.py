@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.api import bodies, short_events, short_match
 from app.api.problems import fault_of_ours, problem_of
 from app.api.wiring import Wiring
-from app.errors import IndexerError
+from app.errors import IndexerError, NoRoom
 
 PIECES_MAX = 64
 
@@ -76,7 +76,11 @@ class ShortWay:
             await self._app(scope, receive, send)
             return
         messages: list[Message] = []
-        body = await self._read_body(receive, messages)
+        try:
+            body = await self._read_body(receive, messages)
+        except NoRoom as error:
+            await _refused(way.route, error)(scope, receive, send)
+            return
         content = None if body is None else self.answer(way, notation, scope["query_string"], body)
         if isinstance(content, bytes):
             scope["route"] = way.route

@@ -272,7 +272,9 @@ def scanned(text: str) -> list[int] | None:
     narrow = _native.scan_json_tokens(text.encode())
     values = None if found is None else memoryview(found).cast("Q").tolist()
     is_narrow = values is not None and max(values) < 2**32
-    assert (None if narrow is None else memoryview(narrow).cast("I").tolist()) == (values if is_narrow else None)
+    assert (None if narrow is None else memoryview(narrow).cast("I").tolist()) == (
+        values if is_narrow else None
+    )
     return values
 
 

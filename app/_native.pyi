@@ -419,3 +419,6 @@ def scan_json(data: Buffer) -> bytes | None:
 
 def scan_json_by_words(data: Buffer) -> bytes | None:
     """The same without vector instructions."""
+
+def scan_json_tokens(data: Buffer) -> bytes | None:
+    """The same for numbers of 4 bytes, with what this processor has (native/digit_scan_avx2.hpp)."""

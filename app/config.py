@@ -196,6 +196,11 @@ class Settings(BaseSettings):
     body_bytes_max: int = Field(
         16 * 1024 * 1024, ge=1_024, description="Bytes of one request body; past it 413."
     )
+    bodies_bytes_max: int = Field(
+        256 * 1024 * 1024,
+        ge=1_024,
+        description="Bytes of all request bodies that have come and are not answered yet; past it 503.",
+    )
     tokens_max: int = Field(
         1_048_576, ge=1, description="Token ids, or prefix hashes, of one query; past it 422."
     )

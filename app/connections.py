@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from app.body_room import BodyRoom
 from app.config import Settings
 from app.one_write import OneWriteProtocol
 
@@ -43,6 +44,7 @@ class ConnectionLimits:
 
     def __init__(self, settings: Settings) -> None:
         self.head_bytes_max = settings.head_bytes_max
+        self.body_room = BodyRoom(settings.bodies_bytes_max)
         self.body_bytes_max = settings.body_bytes_max
         self.timeouts_s = {
             Doing.HEAD: settings.head_timeout_s,

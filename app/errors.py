@@ -10,6 +10,7 @@ IndexerError
 ├── LimitExceeded         a bound was met; `bound` names the setting
 │   └── BodyTooLarge      a request body is longer than we read
 ├── Overloaded            a queue is full; the same call may go through later
+│   └── NoRoom            the bodies of other requests have taken all there is
 ├── LogAway               the log that replicas share cannot be reached, or not in time
 ├── TokenizerUnavailable  a tokenizer cannot be had now: the hub or its process does not answer
 ├── SwitchedOff           a setting leaves out what is asked for; `setting` names it
@@ -102,6 +103,10 @@ class BodyTooLarge(LimitExceeded):
 
 class Overloaded(IndexerError):
     """A queue is full: nothing was changed, and the same call may go through later."""
+
+
+class NoRoom(Overloaded):
+    """The bodies of other requests have taken all the room there is; the rest of this one is not read."""
 
 
 class LogAway(IndexerError):

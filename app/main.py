@@ -37,6 +37,7 @@ from app.api import (
     streams,
 )
 from app.api.access import Access
+from app.api.body_bound import BodyBound
 from app.api.observation import RequestObservation
 from app.api.short_cut import ShortCut
 from app.api.short_way import ShortWay
@@ -150,6 +151,7 @@ def create_app(
                 "owners": (service.owners.gauges, service.owners.counters),
                 "access": (keys.gauges, keys.counters),
                 "connections": (dict, connections.counters),
+                "bodies": (connections.body_room.gauges, connections.body_room.counters),
             },
             places=lambda: discovery.figures(),
             questions=lambda: discovery.questions(),
@@ -218,7 +220,7 @@ def create_app(
     # From the inside out. What must hold for every request (keys and rates, where there are any; metrics) stands
     # outside of the short way, so that no request can go around it.
     short = ShortWay(app.framework, wiring=wiring) if short_way else None
-    front: ASGIApp = Starting(short or app.framework, start)
+    front: ASGIApp = Starting(BodyBound(short or app.framework, connections.body_room), start)
     access = None
     if keys.is_needed or settings.rate_requests_per_s:
         access = Access(front, keys=keys, clock=clock, page=functools.partial(pages.page, 401))

@@ -119,6 +119,7 @@ _PART_GAUGES = {
     },
     "loads": {"known": "Pods whose load was read lately"},
     "access": {"keys": "API keys that are known now"},
+    "bodies": {"bytes": "Bytes of request bodies that have come and are not answered yet"},
     "snapshot": {
         "saved_at_seconds": "Unix time of the newest snapshot; of replicas over Redis, whichever wrote it",
         "saved_bytes": "Its bytes on disk",
@@ -186,6 +187,7 @@ _PART_COUNTERS = {
         "send_timeouts": "Connections ended: send_timeout_s",
         "heads_too_long": "Connections ended: head_bytes_max",
     },
+    "bodies": {"refused": "Requests refused: bodies_bytes_max"},
     "snapshot": {
         "saved": "Snapshots written",
         "failed": "Snapshots that could not be written",

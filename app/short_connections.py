@@ -3,8 +3,9 @@
 Bytes that are one whole plain POST (native/request_head.hpp) and nothing else are shown to the application's short
 cut before uvicorn sees them. It answers, and the answer is one write; or it names who goes on with the request, or
 wants nothing of it: then uvicorn parses the same bytes as if nothing had been. A body that comes in several pieces is
-waited for here, up to HELD_BYTES_MAX. While uvicorn has a request of the connection in hand, and behind anything
-unusual (a pipeline, an upgrade, a client that does not read), all bytes are uvicorn's.
+waited for here, up to HELD_BYTES_MAX and while there is room (app/body_room.py). While uvicorn has a request of the
+connection in hand, and behind anything unusual (a pipeline, an upgrade, a client that does not read), all bytes are
+uvicorn's.
 
 The bounds of app/connections.py hold: a body that is waited for, and the rest between two requests, are states of
 their own for the sweep, which also stands for uvicorn's timer of idle connections here; a timer a request would cost
@@ -24,7 +25,6 @@ from app import _native
 from app.connections import BoundedProtocol, ConnectionLimits, Doing
 
 ANSWERS_MAX = 16
-HELD_S = 0.0005  # looked at when another one comes
 HELD_BYTES_MAX = 1_048_576  # of a request that comes in pieces
 
 Request = TypeVar("Request")
@@ -34,6 +34,9 @@ class ShortCut(Protocol[Request]):
     """app/api/short_cut.py"""
 
     body_bytes_max: int
+
+    def patience_s(self, request: Request) -> float:
+        """How long its answer may wait for others to go out with."""
 
     def find(
         self, path: str, query_string: bytes, headers: Sequence[tuple[bytes, bytes]]
@@ -49,22 +52,34 @@ class Outbox:
 
     Each write wakes up whoever waits for it, which costs the writer more than the write. So what one round of the loop
     has answered is sent behind the round: the first write wakes a client, and the others find it awake. An answer
-    waits for ANSWERS_MAX others at the most, and beyond HELD_S for one.
+    waits for ANSWERS_MAX others at the most, and beyond its patience for one.
     """
 
     def __init__(self) -> None:
         self._answers: list[tuple[asyncio.Transport, tuple[bytes, bytes]]] = []
-        self._since_s = 0.0
+        self._due_s = 0.0  # looked at when another one comes
 
-    def put(self, transport: asyncio.Transport, answer: tuple[bytes, bytes]) -> None:
+    def put(self, transport: asyncio.Transport, answer: tuple[bytes, bytes], patience_s: float) -> None:
         now_s = time.perf_counter()
+        due_s = now_s + patience_s
         answers = self._answers
         if not answers:
             asyncio.get_running_loop().call_soon(self.flush)
-            self._since_s = now_s
+            self._due_s = due_s
+        elif due_s < self._due_s:
+            self._due_s = due_s
         answers.append((transport, answer))
-        if len(answers) >= ANSWERS_MAX or now_s - self._since_s > HELD_S:
+        if len(answers) >= ANSWERS_MAX or now_s > self._due_s:
             self.flush()
+
+    def say_last(self, transport: asyncio.Transport) -> None:
+        """An answer of this connection that waits says that none follows."""
+        for place, (of, (head, content)) in enumerate(self._answers):
+            if of is transport:
+                self._answers[place] = (
+                    of,
+                    (head.removesuffix(b"\r\n") + b"connection: close\r\n\r\n", content),
+                )
 
     def flush(self) -> None:
         answers, self._answers = self._answers, []
@@ -96,10 +111,14 @@ class ShortConnection(BoundedProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._held is not None:
+            if not self._limits.body_room.take(len(data), held=len(self._held)):
+                self._hand_over()
+                self._leave_to_uvicorn(data)
+                return
             self._held += data
             if len(self._held) < self._whole_bytes:
                 return
-            data, request, self._held = bytes(self._held), self._held_request, None
+            data, request = self._let_go(), self._held_request
             if len(data) > self._whole_bytes or not self._answers_at_once(request, data, was_held=True):
                 self._take_over(data)
             return
@@ -107,9 +126,9 @@ class ShortConnection(BoundedProtocol):
             request = self._find(data)
             if request is not None:
                 if len(data) < self._whole_bytes:
-                    self._hold(request, data)
-                    return
-                if self._answers_at_once(request, data):
+                    if self._holds(request, data):
+                        return
+                elif self._answers_at_once(request, data):
                     return
         self._leave_to_uvicorn(data)
 
@@ -138,10 +157,21 @@ class ShortConnection(BoundedProtocol):
             return None
         return self._short_cut.find(path, query_string, headers)
 
-    def _hold(self, request: Any, data: bytes) -> None:
+    def _holds(self, request: Any, data: bytes) -> bool:
+        """Whether there is room for what came of a request."""
+        if not self._limits.body_room.take(len(data), held=0):
+            return False
         self._unset_keepalive_if_required()
         self._flush()
         self._held_request, self._held = request, bytearray(data)
+        return True
+
+    def _let_go(self) -> bytes:
+        """What is held, for whoever goes on with it."""
+        assert self._held is not None
+        data, self._held = bytes(self._held), None
+        self._limits.body_room.give_back(len(data))
+        return data
 
     def _answers_at_once(self, request: Any, data: bytes, *, was_held: bool = False) -> bool:
         state = self.server_state
@@ -154,7 +184,7 @@ class ShortConnection(BoundedProtocol):
         )
         if isinstance(answer, tuple):
             self._unset_keepalive_if_required()
-            self._outbox.put(self.transport, answer)
+            self._outbox.put(self.transport, answer, self._short_cut.patience_s(request))
             self._rests = True
             self._answers += 1
             self._loose_bytes = 0
@@ -199,6 +229,7 @@ class ShortConnection(BoundedProtocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
+        self._outbox.say_last(self.transport)
         self._outbox.flush()
         self._hand_over()
         super().shutdown()
@@ -206,8 +237,7 @@ class ShortConnection(BoundedProtocol):
     def _hand_over(self) -> None:
         """The request that is waited for is uvicorn's from now on, which knows how to end one in its middle."""
         if self._held is not None:
-            data, self._held = bytes(self._held), None
-            self._take_over(data)
+            self._take_over(self._let_go())
 
     def _unsupported_upgrade_warning(self) -> None:
         self._upgraded = True

@@ -849,13 +849,13 @@ nb::object request_head(const nb::bytes& data) {
 }
 
 // The parsers of JSON numbers one by one, for the tests to compare.
-template <typename Masks>
+template <typename Number, bool (*scan)(wire::Span, uint8_t*, size_t&)>
 nb::object scan_json(nb::handle data) {
   const BufferView view(data);
-  std::vector<uint8_t> numbers(wire::json_capacity(view.span()) * sizeof(uint64_t));
+  std::vector<uint8_t> numbers(wire::json_capacity(view.span()) * sizeof(Number));
   size_t count = 0;
-  if (!wire::scan_digits<Masks, uint64_t>(view.span(), numbers.data(), count)) return nb::none();
-  return nb::bytes(numbers.data(), count * sizeof(uint64_t));
+  if (!scan(view.span(), numbers.data(), count)) return nb::none();
+  return nb::bytes(numbers.data(), count * sizeof(Number));
 }
 
 void bind_wire(nb::module_& m) {
@@ -882,8 +882,10 @@ void bind_wire(nb::module_& m) {
   m.def("msgpack_child_count", &msgpack_child_count, nb::arg("data"));
   m.def("msgpack_events", &msgpack_events, nb::arg("data"), nb::arg("children_max"));
   m.def("request_head", &request_head, nb::arg("data"));
-  m.def("scan_json", &scan_json<wire::FastMasks>, nb::arg("data"));
-  m.def("scan_json_by_words", &scan_json<wire::WordMasks>, nb::arg("data"));
+  m.def("scan_json", &scan_json<uint64_t, wire::scan_fast<uint64_t>>, nb::arg("data"));
+  m.def("scan_json_by_words", &scan_json<uint64_t, wire::scan_digits<wire::WordMasks, uint64_t>>,
+        nb::arg("data"));
+  m.def("scan_json_tokens", &scan_json<uint32_t, wire::scan_fast<uint32_t>>, nb::arg("data"));
   m.def("msgpack_children", &msgpack_children<1>, nb::arg("data"), nb::arg("children_max"));
   m.def("msgpack_grandchildren", &msgpack_children<2>, nb::arg("data"), nb::arg("children_max"));
 }

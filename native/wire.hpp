@@ -22,6 +22,7 @@
 #include <cstring>
 
 #include "digit_scan.hpp"
+#include "digit_scan_avx2.hpp"
 #include "token_strides.hpp"
 #include "wire_cursor.hpp"
 
@@ -420,11 +421,21 @@ Parsed parse_json_plainly(Span data, uint8_t* out, ReadElement read_element) {
   return {cursor.at == cursor.end ? Fault::kNone : Fault::kTrailing, count, count};
 }
 
+// The fastest scan that this processor has.
+template <typename Number>
+bool scan_fast(Span text, uint8_t* out, size_t& count) {
+#ifdef KVINDEXER_DIGIT_SCAN_AVX2
+  if constexpr (sizeof(Number) == 4)
+    if (has_avx2()) return scan_tokens_avx2(text, out, count);
+#endif
+  return scan_digits<FastMasks, Number>(text, out, count);
+}
+
 // The same as parse_json_plainly, and most arrays faster.
 template <typename Number, typename ReadElement>
 Parsed parse_json(Span data, uint8_t* out, ReadElement read_element) {
   size_t count = 0;
-  if (scan_digits<FastMasks, Number>(data, out, count)) return {Fault::kNone, count, count};
+  if (scan_fast<Number>(data, out, count)) return {Fault::kNone, count, count};
   return parse_json_plainly<Number>(data, out, read_element);
 }
 

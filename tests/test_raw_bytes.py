@@ -70,6 +70,7 @@ READERS: dict[str, Callable[[bytes], Any]] = {
     "json_child_count": lambda data: _native.json_child_count(data, 1_000),
     "scan_json": _native.scan_json,
     "scan_json_by_words": _native.scan_json_by_words,
+    "scan_json_tokens": _native.scan_json_tokens,
     "decode_event_post": lambda data: decode_json_events(decode_event_post(data)),
 }
 

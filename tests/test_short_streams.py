@@ -401,6 +401,32 @@ def test_odd_requests() -> None:
     run(check())
 
 
+def test_an_end_behind_an_answer() -> None:
+    """Told to end before it is sent, an answer says that it is the last; sent already, the connection just ends."""
+
+    async def check() -> None:
+        async with sides() as both:
+            for is_sent in (False, True):
+                for side in both:
+                    side.connect()
+                await turn_until(lambda: all(side.connections for side in both))
+                for side in both:
+                    (connection,) = side.connections
+                    if is_sent:
+                        side.send(PLAIN[1])
+                        await turn_until(lambda: bool(side.look()[0]))  # noqa: B023 - called here
+                    else:
+                        connection.data_received(PLAIN[1])  # and the end in the same round
+                    connection.shutdown()
+                await settle(both)
+                assert both[0].ended
+                assert both[0].said.startswith(b"HTTP/1.1 200 OK\r\n")
+                assert (b"\r\nconnection: close\r\n" in both[0].said) is not is_sent
+                await turn_until(lambda: not any(side.connections for side in both))
+
+    run(check())
+
+
 def test_keys_and_rates() -> None:
     """As long as the clock stands still, `writer` may ask ten times."""
     keys = ",".join(f"{key}:{'write' if name == 'writer' else 'read'}" for name, key in KEYS.items())

@@ -266,10 +266,16 @@ digit_runs = st.one_of(
 
 
 def scanned(text: str) -> list[int] | None:
-    """What the scanners read, which must be the same with and without vector instructions."""
+    """What the scanners read, which must be the same with and without vector instructions, and for narrow numbers."""
     found = _native.scan_json(text.encode())
     assert found == _native.scan_json_by_words(text.encode())
-    return None if found is None else memoryview(found).cast("Q").tolist()
+    narrow = _native.scan_json_tokens(text.encode())
+    values = None if found is None else memoryview(found).cast("Q").tolist()
+    is_narrow = values is not None and max(values) < 2**32
+    assert (None if narrow is None else memoryview(narrow).cast("I").tolist()) == (
+        values if is_narrow else None
+    )
+    return values
 
 
 @given(
@@ -279,6 +285,34 @@ def scanned(text: str) -> list[int] | None:
 )
 def test_scanner_reads_every_number(values: list[int], between: str, before: str) -> None:
     assert scanned(f"[{before}{between.join(map(str, values))}]") == values
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.integers(0, 150_000),
+            st.sampled_from([10**power + step for power in range(10) for step in (-1, 0)]),
+            st.sampled_from([0, 2**32 - 1, 2**32]),
+        ),
+        min_size=1,
+        max_size=90,
+    ),
+    st.sampled_from([",", ", ", ",\n  "]),
+    st.integers(0, 2_100),
+)
+def test_scanner_reads_token_ids_wherever_they_lie(values: list[int], between: str, blanks: int) -> None:
+    """Blanks move them over the ends of blocks and pieces; a zero in front of one refuses it."""
+    texts = [str(value) for value in values]
+    assert scanned(f"[{' ' * blanks}{between.join(texts)}]") == values
+    place = blanks % len(texts)
+    texts[place] = "0" + texts[place]
+    assert scanned(f"[{' ' * blanks}{between.join(texts)}]") is None
+
+
+def test_scanner_reads_thousands_of_token_ids() -> None:
+    values = [step * step % 150_001 for step in range(4_096)]
+    for between in (",", ", "):
+        assert scanned(f"[{between.join(map(str, values))}]") == values
 
 
 @given(

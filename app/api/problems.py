@@ -26,6 +26,7 @@ from app.errors import (
     LimitExceeded,
     LogAway,
     NoCandidate,
+    NoRoom,
     Overloaded,
     SwitchedOff,
     TokenizerUnavailable,
@@ -51,6 +52,7 @@ STATUSES: tuple[tuple[type[IndexerError], int, str], ...] = (
     (BodyTooLarge, 413, "body-too-large"),
     (LimitExceeded, 422, "limit-exceeded"),
     (SwitchedOff, 501, "switched-off"),
+    (NoRoom, 503, "no-room"),
     (Overloaded, 503, "overloaded"),
     (LogAway, 503, "log-away"),
     (TokenizerUnavailable, 503, "tokenizer-unavailable"),
@@ -138,6 +140,8 @@ def problem_of(error: IndexerError) -> JSONResponse:
     if isinstance(error, BodyTooLarge):
         # The rest of the body is not read, so nothing more can be understood on this connection.
         headers = {"Connection": "close"}
+    elif isinstance(error, NoRoom):
+        headers = {"Retry-After": "1", "Connection": "close"}
     elif isinstance(error, (Overloaded, LogAway, TokenizerUnavailable)):
         headers = {"Retry-After": "1"}
     return _answer(content, headers)

@@ -71,6 +71,9 @@ class ShortCut:
                 return None
         return HotRequest(path, query_string, headers, way, notation, admission)
 
+    def patience_s(self, request: HotRequest) -> float:
+        return request.way.patience_s
+
     def take(
         self, request: HotRequest, body: memoryview, *, opening: bytes, client: tuple[str, int] | None
     ) -> tuple[bytes, bytes] | ASGIApp | None:

@@ -416,33 +416,41 @@ KVINDEXER_TARGET_AVX512 inline void scan_records_avx512(const RecordScan& scan, 
 
 #endif
 
-// A bit for each of 8 values that has the pattern under the mask.
-[[gnu::always_inline]] inline uint32_t lanes_alike_portable(const uint64_t* values, uint64_t mask,
-                                                            uint64_t pattern) {
+// Of 8 values, those that have a pattern under a mask, for two patterns: a bit each, the second's behind.
+struct Patterns {
+  uint64_t mask[2];
+  uint64_t pattern[2];
+};
+using LanesAlike = uint32_t (*)(const uint64_t* values, const Patterns& patterns);
+
+inline uint32_t lanes_alike_portable(const uint64_t* values, const Patterns& patterns) {
   uint32_t lanes = 0;
-  for (uint32_t lane = 0; lane < 8; ++lane)
-    lanes |= static_cast<uint32_t>((values[lane] & mask) == pattern) << lane;
+  for (uint32_t i = 0; i < 16; ++i)
+    lanes |= static_cast<uint32_t>((values[i % 8] & patterns.mask[i / 8]) == patterns.pattern[i / 8]) << i;
   return lanes;
 }
 #ifdef KVINDEXER_NEAR_X86
-[[gnu::target("avx2")]] inline uint32_t lanes_alike_avx2(const uint64_t* values, uint64_t mask,
-                                                         uint64_t pattern) {
-  const __m256i masks = _mm256_set1_epi64x(static_cast<long long>(mask));
-  const __m256i patterns = _mm256_set1_epi64x(static_cast<long long>(pattern));
-  const auto half = [&](const uint64_t* at) __attribute__((target("avx2"))) {
-    const __m256i found = _mm256_and_si256(_mm256_load_si256(reinterpret_cast<const __m256i*>(at)), masks);
-    return static_cast<uint32_t>(
-        _mm256_movemask_pd(_mm256_castsi256_pd(_mm256_cmpeq_epi64(found, patterns))));
-  };
-  return half(values) | half(values + 4) << 4;
+[[gnu::target("avx2")]] inline uint32_t lanes_alike_avx2(const uint64_t* values, const Patterns& patterns) {
+  const __m256i front = _mm256_load_si256(reinterpret_cast<const __m256i*>(values));
+  const __m256i back = _mm256_load_si256(reinterpret_cast<const __m256i*>(values + 4));
+  uint32_t lanes = 0;
+  for (unsigned i = 0; i < 2; ++i) {
+    const __m256i mask = _mm256_set1_epi64x(static_cast<long long>(patterns.mask[i]));
+    const __m256i pattern = _mm256_set1_epi64x(static_cast<long long>(patterns.pattern[i]));
+    const __m256i front_alike = _mm256_cmpeq_epi64(_mm256_and_si256(front, mask), pattern);
+    const __m256i back_alike = _mm256_cmpeq_epi64(_mm256_and_si256(back, mask), pattern);
+    lanes |= static_cast<uint32_t>(_mm256_movemask_pd(_mm256_castsi256_pd(front_alike)) |
+                                   _mm256_movemask_pd(_mm256_castsi256_pd(back_alike)) << 4)
+             << 8 * i;
+  }
+  return lanes;
 }
 #endif
-inline uint32_t lanes_alike(const uint64_t* values, uint64_t mask, uint64_t pattern) {
+inline LanesAlike native_lanes_alike() {
 #ifdef KVINDEXER_NEAR_X86
-  static const bool has_avx2 = __builtin_cpu_supports("avx2");
-  if (has_avx2) return lanes_alike_avx2(values, mask, pattern);
+  if (__builtin_cpu_supports("avx2")) return lanes_alike_avx2;
 #endif
-  return lanes_alike_portable(values, mask, pattern);
+  return lanes_alike_portable;
 }
 
 struct NearScans {

@@ -303,7 +303,6 @@ class NearTable {
   uint32_t collected_end_ = 0;
   uint32_t collected_ = 0;
   std::vector<uint32_t> taken_words_, sorted_words_;  // of a split
-  std::vector<Record> taken_records_;
 };
 
 inline size_t NearTable::bytes() const {
@@ -520,17 +519,27 @@ inline void NearTable::raise() {
 
 inline void NearTable::split_records() {
   Bucket& whole = levels_[0].buckets()[frontier_];
-  taken_records_.clear();
-  for (uint32_t slot = 0; slot < whole.size; ++slot) {
-    const RecordNode& node = node_of(whole, slot);
-    taken_records_.push_back({node.simhash[slot & 7], node.content[slot & 7], node.prefix[slot & 7]});
+  Bucket* const halves = levels_[1].buckets() + 2 * size_t{frontier_};
+  halves[0] = halves[1] = {};  // so that a page is touched here, and not by many insertions
+  RecordNode* last[2] = {};    // of the halves
+  for (uint32_t first = 0; first < whole.size; first += 8) {
+    const RecordNode& from = node_of(whole, first);
+    const uint32_t lanes = std::min<uint32_t>(8, whole.size - first);
+    for (uint32_t lane = 0; lane < lanes; ++lane) {
+      const uint64_t simhash = from.simhash[lane];
+      const size_t half = simhash >> (63 - bits_) & 1;
+      const uint32_t slot = halves[half].size++;
+      if (slot % 8 == 0) {
+        append_node(halves[half], slot / 8);
+        last[half] = &node_of(halves[half], slot);
+      }
+      last[half]->simhash[slot & 7] = simhash;
+      last[half]->content[slot & 7] = from.content[lane];
+      last[half]->prefix[slot & 7] = from.prefix[lane];
+    }
   }
   for (uint32_t index = (whole.size + 7) / 8; index-- > 0;) drop_node(whole, index);
   whole = Bucket{};
-  levels_[1]
-      .buckets()[2 * size_t{frontier_}] = {};  // so that a page is touched here, and not by many insertions
-  for (const Record& record : taken_records_)
-    append(levels_[1].buckets()[chunk(0, record.simhash, bits_ + 1)], record);
 }
 
 inline void NearTable::drop_words(WordNode& head) {

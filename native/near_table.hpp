@@ -179,8 +179,9 @@ class NearTable {
   }
 
   // Splits up to so many buckets at the frontier, in each of the tables: each in one go, however much lies
-  // there. What they need is fetched from memory some buckets ahead. Where words are to be made anew, that
-  // takes its share: as many times as it is called, all are split. Not with kBitsMax bits.
+  // there. What they need is fetched from memory some buckets ahead. Fewer at the end of a doubling, and
+  // where words are to be made anew, which is done in their stead: whoever wants more calls again. Not with
+  // kBitsMax bits.
   void split(size_t buckets);
 
   // See NearSearch (near_search.hpp), which this is all of.

@@ -284,8 +284,11 @@ class NearTable:
 
     def __init__(self, bits: int) -> None: ...
     def insert(self, simhashes: bytes) -> None: ...
+    def erase(self, simhash: int, number: int) -> None:
+        """One of those inserted, by number in the order of insertion."""
+
     def split(self, buckets: int) -> tuple[int, int]:
-        """At most to the end of the present number of bits. Returns the bits of a bucket and the frontier."""
+        """At most so many, and to the end of the number of bits. Returns the bits of a bucket and the frontier."""
 
     def search(self, queries: bytes, distance_max: int, scans: int = 0) -> bytes:
         """Rows of uint32 query, uint32 distance, uint32 stored (in the order of insertion)."""

@@ -488,6 +488,7 @@ void bind_id_table(nb::module_& m, const char* name) {
 // A NearTable alone: tests choose SimHashes that no tokens are known for.
 struct LoneTable {
   NearTable table;
+  uint64_t inserted = 0;
   explicit LoneTable(unsigned bits) : table(bits) {}
   LoneTable(const LoneTable&) = delete;
 };
@@ -497,9 +498,14 @@ void bind_near_table(nb::module_& m) {
       .def(nb::init<unsigned>(), "bits"_a)
       .def("insert",
            [](LoneTable& self, const nb::bytes& simhashes) {
-             uint64_t number = self.table.size();
-             for (const uint64_t simhash : words_of(simhashes))
-               self.table.insert({simhash, ++number, number});
+             for (const uint64_t simhash : words_of(simhashes)) {
+               ++self.inserted;
+               self.table.insert({simhash, self.inserted, self.inserted});
+             }
+           })
+      .def("erase",  // of those inserted, by number from 0 on; numbers of others stay
+           [](LoneTable& self, uint64_t simhash, uint64_t number) {
+             self.table.erase(self.table.find(simhash, number + 1).value());
            })
       .def("split",
            [](LoneTable& self, size_t buckets) {

@@ -171,22 +171,24 @@ inline constexpr std::array<uint32_t, kLanes + 1> kLanesUsed = [] {  // by so ma
 
 class LaidOut {
  public:
-  // At most kLanes. What is behind the last of fewer words does not matter.
-  KVINDEXER_TARGET_AVX2 LaidOut(const uint32_t* words, uint32_t count) {
-    const __m256i* const from = reinterpret_cast<const __m256i*>(words);
+  // Half of the lanes each. What is behind the last of fewer words does not matter.
+  KVINDEXER_TARGET_AVX2 LaidOut(const uint32_t* first, uint32_t first_count, const uint32_t* second,
+                                uint32_t second_count) {
+    const __m256i* const front = reinterpret_cast<const __m256i*>(first);
+    const __m256i* const back = reinterpret_cast<const __m256i*>(second);
     const __m256i by_byte = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15,  //
                                              0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m256i a = _mm256_shuffle_epi8(_mm256_load_si256(from), by_byte);
-    const __m256i b = _mm256_shuffle_epi8(_mm256_load_si256(from + 1), by_byte);
-    const __m256i c = _mm256_shuffle_epi8(_mm256_load_si256(from + 2), by_byte);
-    const __m256i d = _mm256_shuffle_epi8(_mm256_load_si256(from + 3), by_byte);
+    const __m256i a = _mm256_shuffle_epi8(_mm256_load_si256(front), by_byte);
+    const __m256i b = _mm256_shuffle_epi8(_mm256_load_si256(front + 1), by_byte);
+    const __m256i c = _mm256_shuffle_epi8(_mm256_load_si256(back), by_byte);
+    const __m256i d = _mm256_shuffle_epi8(_mm256_load_si256(back + 1), by_byte);
     const __m256i ab_low = _mm256_unpacklo_epi32(a, b), ab_high = _mm256_unpackhi_epi32(a, b);
     const __m256i cd_low = _mm256_unpacklo_epi32(c, d), cd_high = _mm256_unpackhi_epi32(c, d);
     split(0, _mm256_unpacklo_epi64(ab_low, cd_low));
     split(2, _mm256_unpackhi_epi64(ab_low, cd_low));
     split(4, _mm256_unpacklo_epi64(ab_high, cd_high));
     split(6, _mm256_unpackhi_epi64(ab_high, cd_high));
-    used_ = kLanesUsed[count];
+    used_ = kLanesUsed[first_count] | (kLanesUsed[kLanes / 2 + second_count] & ~kLanesUsed[kLanes / 2]);
   }
 
   // A bit for each lane whose word differs from the pattern in at most so many bits.
@@ -224,17 +226,17 @@ class LaidOut {
     out.push_back({query, bucket, word_of_lane(static_cast<uint32_t>(std::countr_zero(lanes)))});
 }
 
-// Puts down the words that are near to those who ask, by their places among these. Up to eight words behind
-// the first 32 are compared as they lie. Of a query's pattern the lower half counts.
-template <class Pattern>
-KVINDEXER_TARGET_AVX2 inline void ask_laid_out(const uint32_t* words, uint32_t count, const Pattern* patterns,
+// Puts down the words that are near to the lower halves of the queries that ask, by their places among these.
+// Up to eight words behind the first 32 are compared as they lie.
+KVINDEXER_TARGET_AVX2 inline void ask_laid_out(const uint32_t* words, uint32_t count, const uint64_t* queries,
                                                const Ask* ask, const Ask* end, uint32_t bucket,
                                                std::vector<Candidate>& out) {
   if (count > 8) {
-    const LaidOut laid_out(words, std::min(count, kLanes));
+    const uint32_t first = std::min(count, kLanes / 2), second = std::min(count, kLanes) - first;
+    const LaidOut laid_out(words, first, words + kLanes / 2, second);
     for (const Ask* each = ask; each < end; ++each) {
       const uint32_t near =
-          laid_out.near(static_cast<uint32_t>(patterns[each->query()]), each->distance_max());
+          laid_out.near(static_cast<uint32_t>(queries[each->query()]), each->distance_max());
       if (__builtin_expect(near != 0, 0)) add_lanes(out, each->query(), bucket, near);
     }
     if (count <= kLanes) return;
@@ -243,7 +245,7 @@ KVINDEXER_TARGET_AVX2 inline void ask_laid_out(const uint32_t* words, uint32_t c
   const __m256i rest = _mm256_load_si256(reinterpret_cast<const __m256i*>(words + first));
   const uint32_t used = (1u << (count - first)) - 1;
   for (const Ask* each = ask; each < end; ++each) {
-    const __m256i pattern = _mm256_set1_epi32(static_cast<int>(patterns[each->query()]));
+    const __m256i pattern = _mm256_set1_epi32(static_cast<int>(queries[each->query()]));
     const __m256i limit = _mm256_set1_epi32(static_cast<int>(each->distance_max()) + 1);
     const uint32_t near = used & words_below(rest, pattern, limit);
     if (__builtin_expect(near != 0, 0)) add_records(out, each->query(), bucket, first, near);
@@ -251,27 +253,43 @@ KVINDEXER_TARGET_AVX2 inline void ask_laid_out(const uint32_t* words, uint32_t c
 }
 inline constexpr uint32_t kLaidOutMax = kLanes + 8;
 
-// All words of a bucket, for all who ask there.
+[[gnu::noinline]] inline void add_lanes(std::vector<Candidate>& out, uint32_t query, uint32_t bucket,
+                                        const WordNode& first, const WordNode& second, uint32_t lanes) {
+  for (; lanes != 0; lanes &= lanes - 1) {
+    const uint32_t i = word_of_lane(static_cast<uint32_t>(std::countr_zero(lanes)));
+    out.push_back({query, bucket, i < kLanes / 2 ? first.words[i] : second.words[i - kLanes / 2]});
+  }
+}
+
+// All words of a bucket, for all who ask there: two nodes at a time, as they lie. Where their number is odd,
+// the first, which is not full as a rule, comes alone.
 KVINDEXER_TARGET_AVX2 inline void scan_laid_out(const WordScan& scan, const Visit& visit, const Ask* ask,
                                                 const Ask* end, std::vector<Candidate>& out) {
-  alignas(32) uint32_t words[kLaidOutMax + 16];
-  uint32_t count = 0;
-  const WordNode* node = scan.heads + visit.bucket;
-  for (bool is_last = false; !is_last || count != 0;) {
-    for (; !is_last && count <= kLaidOutMax; node = &scan.pool.at(node->next_number)) {
-      __m256i* const to = reinterpret_cast<__m256i*>(words + count);
-      const __m256i* const from = reinterpret_cast<const __m256i*>(node->words);
-      _mm256_storeu_si256(to, _mm256_load_si256(from));
-      _mm256_storeu_si256(to + 1, _mm256_load_si256(from + 1));
-      count += node->count;
-      is_last = node->next_number == 0;
+  const WordNode* const none = &scan.pool.at(0);
+  const WordNode* first = scan.heads + visit.bucket;
+  bool is_odd = false;
+  for (const WordNode* node = first; node != none; node = &scan.pool.at(node->next_number)) is_odd = !is_odd;
+  const WordNode* second = is_odd ? none : &scan.pool.at(first->next_number);
+  while (first != none) {
+    if (second == none && first->count <= 8) {
+      const __m256i words = _mm256_load_si256(reinterpret_cast<const __m256i*>(first->words));
+      const uint32_t used = (1u << first->count) - 1;
+      for (const Ask* each = ask; each < end; ++each) {
+        const __m256i pattern = _mm256_set1_epi32(static_cast<int>(scan.words[each->query()]));
+        const __m256i limit = _mm256_set1_epi32(static_cast<int>(each->distance_max()) + 1);
+        const uint32_t near = used & words_below(words, pattern, limit);
+        if (__builtin_expect(near != 0, 0)) add_words(out, each->query(), visit.bucket, first->words, near);
+      }
+    } else {
+      const LaidOut laid_out(first->words, first->count, second->words, second->count);
+      for (const Ask* each = ask; each < end; ++each) {
+        const uint32_t near = laid_out.near(scan.words[each->query()], each->distance_max());
+        if (__builtin_expect(near != 0, 0))
+          add_lanes(out, each->query(), visit.bucket, *first, *second, near);
+      }
     }
-    const uint32_t now = count <= kLaidOutMax ? count : kLanes;
-    const size_t begin = out.size();
-    ask_laid_out(words, now, scan.words, ask, end, visit.bucket, out);
-    for (size_t i = begin; i < out.size(); ++i) out[i].word_or_slot = words[out[i].word_or_slot];
-    count -= now;
-    std::copy(words + now, words + now + count, words);
+    first = &scan.pool.at((second == none ? first : second)->next_number);
+    second = &scan.pool.at(first->next_number);
   }
 }
 
@@ -416,33 +434,41 @@ KVINDEXER_TARGET_AVX512 inline void scan_records_avx512(const RecordScan& scan, 
 
 #endif
 
-// A bit for each of 8 values that has the pattern under the mask.
-[[gnu::always_inline]] inline uint32_t lanes_alike_portable(const uint64_t* values, uint64_t mask,
-                                                            uint64_t pattern) {
+// Of 8 values, those that have a pattern under a mask, for two patterns: a bit each, the second's behind.
+struct Patterns {
+  uint64_t mask[2];
+  uint64_t pattern[2];
+};
+using LanesAlike = uint32_t (*)(const uint64_t* values, const Patterns& patterns);
+
+inline uint32_t lanes_alike_portable(const uint64_t* values, const Patterns& patterns) {
   uint32_t lanes = 0;
-  for (uint32_t lane = 0; lane < 8; ++lane)
-    lanes |= static_cast<uint32_t>((values[lane] & mask) == pattern) << lane;
+  for (uint32_t i = 0; i < 16; ++i)
+    lanes |= static_cast<uint32_t>((values[i % 8] & patterns.mask[i / 8]) == patterns.pattern[i / 8]) << i;
   return lanes;
 }
 #ifdef KVINDEXER_NEAR_X86
-[[gnu::target("avx2")]] inline uint32_t lanes_alike_avx2(const uint64_t* values, uint64_t mask,
-                                                         uint64_t pattern) {
-  const __m256i masks = _mm256_set1_epi64x(static_cast<long long>(mask));
-  const __m256i patterns = _mm256_set1_epi64x(static_cast<long long>(pattern));
-  const auto half = [&](const uint64_t* at) __attribute__((target("avx2"))) {
-    const __m256i found = _mm256_and_si256(_mm256_load_si256(reinterpret_cast<const __m256i*>(at)), masks);
-    return static_cast<uint32_t>(
-        _mm256_movemask_pd(_mm256_castsi256_pd(_mm256_cmpeq_epi64(found, patterns))));
-  };
-  return half(values) | half(values + 4) << 4;
+[[gnu::target("avx2")]] inline uint32_t lanes_alike_avx2(const uint64_t* values, const Patterns& patterns) {
+  const __m256i front = _mm256_load_si256(reinterpret_cast<const __m256i*>(values));
+  const __m256i back = _mm256_load_si256(reinterpret_cast<const __m256i*>(values + 4));
+  uint32_t lanes = 0;
+  for (unsigned i = 0; i < 2; ++i) {
+    const __m256i mask = _mm256_set1_epi64x(static_cast<long long>(patterns.mask[i]));
+    const __m256i pattern = _mm256_set1_epi64x(static_cast<long long>(patterns.pattern[i]));
+    const __m256i front_alike = _mm256_cmpeq_epi64(_mm256_and_si256(front, mask), pattern);
+    const __m256i back_alike = _mm256_cmpeq_epi64(_mm256_and_si256(back, mask), pattern);
+    lanes |= static_cast<uint32_t>(_mm256_movemask_pd(_mm256_castsi256_pd(front_alike)) |
+                                   _mm256_movemask_pd(_mm256_castsi256_pd(back_alike)) << 4)
+             << 8 * i;
+  }
+  return lanes;
 }
 #endif
-inline uint32_t lanes_alike(const uint64_t* values, uint64_t mask, uint64_t pattern) {
+inline LanesAlike native_lanes_alike() {
 #ifdef KVINDEXER_NEAR_X86
-  static const bool has_avx2 = __builtin_cpu_supports("avx2");
-  if (has_avx2) return lanes_alike_avx2(values, mask, pattern);
+  if (__builtin_cpu_supports("avx2")) return lanes_alike_avx2;
 #endif
-  return lanes_alike_portable(values, mask, pattern);
+  return lanes_alike_portable;
 }
 
 struct NearScans {

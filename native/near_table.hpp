@@ -19,7 +19,8 @@
 // the other, the same one in all three tables. Those before `frontier` have one bit of depth more than those
 // from it on; when all are split it begins anew. So there is never a second table to search, and memory
 // follows the number of records. A word has the next bits of its own chunk for that, and those of chunk A;
-// where they are used up (`kLayouts`) the split reads the records to make new words.
+// where they are used up (`kLayouts`) words are made anew from the records, for a piece of the buckets at a
+// time and before those are split: see `collect`.
 //
 // What keeps it fast: queries are asked together. Region by region of a table, the buckets near to any query
 // are listed with the queries that ask there (a counting sort in the first-level cache), and every bucket is
@@ -177,8 +178,10 @@ class NearTable {
     node_of(at(place.bucket), place.slot).prefix[place.slot & 7] = prefix;
   }
 
-  // Splits so many buckets at the frontier, in each of the tables: each in one go, however much lies there.
-  // What they need is fetched from memory some buckets ahead. Not with kBitsMax bits.
+  // Splits up to so many buckets at the frontier, in each of the tables: each in one go, however much lies
+  // there. What they need is fetched from memory some buckets ahead. Fewer at the end of a doubling, and
+  // where words are to be made anew, which is done in their stead: whoever wants more calls again. Not with
+  // kBitsMax bits.
   void split(size_t buckets);
 
   // See NearSearch (near_search.hpp), which this is all of.
@@ -197,6 +200,7 @@ class NearTable {
 
  private:
   friend class NearSearch;
+  static constexpr uint32_t kPieces = 32;  // of the buckets, by their leading bits
   using Radii = std::array<int, 3>;
 
   struct Level {                 // the buckets of one number of leading bits
@@ -260,13 +264,26 @@ class NearTable {
   void erase_word(WordNode& head, uint32_t word);
 
   [[gnu::always_inline]] void prefetch_split(size_t bucket, unsigned step) const;
+  void split_run(size_t buckets);
   void split_one();
   void split_words(unsigned table);
   void split_records();
-  void take_words(WordNode& head);
+  void drop_words(WordNode& head);
   void fill(WordNode& head, std::span<const uint32_t> words);
-  void rewrite_words(unsigned table);
   void raise();
+
+  // Whether the splits of this doubling take words that were collected.
+  bool makes_words() const { return layout_of(bits_).own_from != layout_of(bits_ + 1).own_from; }
+  bool is_collected(unsigned table, uint64_t simhash) const {
+    const uint32_t bucket = chunk(table, simhash, bits_);
+    return bucket < collected_end_ && bucket >= frontier_ && chunk(0, simhash, bits_) < collected_;
+  }
+  WordNode& half_of(unsigned table, uint64_t simhash) const {
+    return levels_[1].words(table)[chunk(table, simhash, bits_ + 1)];
+  }
+  uint32_t buckets_collected() const { return (1u << bits_) / kPieces; }
+  void collect(size_t buckets);
+  void collect_from(std::span<const Bucket> buckets);
 
   unsigned first_table(uint64_t simhash, uint64_t difference, const Radii& radii) const {
     for (unsigned table = 0; table < 3; ++table)
@@ -281,17 +298,21 @@ class NearTable {
   RecordPool records_;
   WordPool words_;
   size_t size_ = 0;
-  size_t pages_discarded_ = 0;                        // of levels_[0]
+  size_t pages_discarded_ = 0;  // of levels_[0]
+  // New words lie with the halves already of the buckets from `frontier_` up to this one, for all records
+  // before bucket `collected_` of table A.
+  uint32_t collected_end_ = 0;
+  uint32_t collected_ = 0;
   std::vector<uint32_t> taken_words_, sorted_words_;  // of a split
-  std::vector<Record> taken_records_;
 };
 
 inline size_t NearTable::bytes() const {
   size_t pages = levels_[0].directory.pages() - pages_discarded_;
   for (const Pages& heads : levels_[0].heads) pages += heads.pages();
-  if (frontier_ != 0)  // of the rest nothing has been touched
-    pages += pages_for(2 * size_t{frontier_}, sizeof(Bucket)) +
-             2 * pages_for(2 * size_t{frontier_}, sizeof(WordNode));
+  if (const size_t halves = 2 * size_t{frontier_})  // of the rest nothing has been touched
+    pages += pages_for(halves, sizeof(Bucket));
+  if (const size_t halves = 2 * size_t{std::max(frontier_, collected_end_)})
+    pages += 2 * pages_for(halves, sizeof(WordNode));
   return pages * Pages::kPageBytes + records_.bytes() + words_.bytes();
 }
 
@@ -314,6 +335,10 @@ inline void NearTable::insert(const Record& record, const Spot& spot) {
   append(*spot.bucket, record);
   for (size_t i = 0; i < 2; ++i) add_word(*spot.heads[i], spot.words[i]);
   ++size_;
+  if (__builtin_expect(collected_end_ != 0, 0))
+    for (unsigned table = 1; table < 3; ++table)
+      if (is_collected(table, record.simhash))
+        add_word(half_of(table, record.simhash), word_of(table, record.simhash, bits_ + 1));
 }
 
 inline void NearTable::append(Bucket& bucket, const Record& record) {
@@ -333,6 +358,7 @@ inline void NearTable::erase(RecordPlace place) {
   for (unsigned table = 1; table < 3; ++table) {
     const uint32_t of_word = bucket_at(table, simhash);
     erase_word(head(table, of_word), word_of(table, simhash, bits_of(of_word)));
+    if (is_collected(table, simhash)) erase_word(half_of(table, simhash), word_of(table, simhash, bits_ + 1));
   }
   const RecordNode& from = node_of(bucket, last);
   node.simhash[place.slot & 7] = from.simhash[last & 7];
@@ -414,9 +440,29 @@ inline void NearTable::erase_word(WordNode& head, uint32_t word) {
 // -- growth
 
 inline void NearTable::split(size_t buckets) {
+  if (buckets == 0) return;
+  assert(bits_ < kBitsMax && "words have no bits for more");
+  constexpr size_t kCollectedPerSplit = 16;  // take about as long
+  if (frontier_ == 0 && levels_[1].directory.pages() == 0) levels_[1].resize(bits_ + 1);
+  if (!makes_words()) return split_run(std::min(buckets, (size_t{1} << bits_) - frontier_));
+  while (buckets != 0 && makes_words()) {
+    if (collected_end_ == frontier_) {
+      collected_end_ += buckets_collected();
+      collected_ = 0;
+    }
+    const size_t left = ((size_t{1} << bits_) - collected_) / kCollectedPerSplit;
+    if (left != 0) collect(kCollectedPerSplit * std::min(left, buckets));
+    buckets -= std::min(left, buckets);
+    const size_t run = std::min<size_t>(buckets, collected_end_ - frontier_);
+    split_run(run);
+    buckets -= run;
+  }
+}
+
+inline void NearTable::split_run(size_t buckets) {
   constexpr size_t kSteps = 4;
   const size_t first = frontier_;
-  const size_t end = std::min(first + buckets, size_t{1} << bits_);
+  const size_t end = first + buckets;
   for (size_t next = first; next < end + kSteps; ++next) {
     for (unsigned step = 0; step < kSteps; ++step)
       if (next >= first + step && next - step < end) prefetch_split(next - step, step);
@@ -446,14 +492,11 @@ inline void NearTable::prefetch_split(size_t bucket, unsigned step) const {
 }
 
 inline void NearTable::split_one() {
-  assert(bits_ < kBitsMax && "words have no bits for more");
-  if (frontier_ == 0) levels_[1].resize(bits_ + 1);
-  const bool same_layout = layout_of(bits_).own_from == layout_of(bits_ + 1).own_from;
   for (unsigned table = 1; table < 3; ++table) {
-    if (same_layout)
-      split_words(table);
+    if (makes_words())
+      drop_words(levels_[0].words(table)[frontier_]);
     else
-      rewrite_words(table);
+      split_words(table);
   }
   split_records();
   ++frontier_;
@@ -471,40 +514,51 @@ inline void NearTable::split_one() {
 inline void NearTable::raise() {
   levels_[0] = std::exchange(levels_[1], Level{});
   pages_discarded_ = 0;
-  frontier_ = 0;
+  frontier_ = collected_end_ = collected_ = 0;
   ++bits_;
 }
 
 inline void NearTable::split_records() {
   Bucket& whole = levels_[0].buckets()[frontier_];
-  taken_records_.clear();
-  for (uint32_t slot = 0; slot < whole.size; ++slot) {
-    const RecordNode& node = node_of(whole, slot);
-    taken_records_.push_back({node.simhash[slot & 7], node.content[slot & 7], node.prefix[slot & 7]});
+  Bucket* const halves = levels_[1].buckets() + 2 * size_t{frontier_};
+  halves[0] = halves[1] = {};  // so that a page is touched here, and not by many insertions
+  RecordNode* last[2] = {};    // of the halves
+  for (uint32_t first = 0; first < whole.size; first += 8) {
+    const RecordNode& from = node_of(whole, first);
+    const uint32_t lanes = std::min<uint32_t>(8, whole.size - first);
+    for (uint32_t lane = 0; lane < lanes; ++lane) {
+      const uint64_t simhash = from.simhash[lane];
+      const size_t half = simhash >> (63 - bits_) & 1;
+      const uint32_t slot = halves[half].size++;
+      if (slot % 8 == 0) {
+        append_node(halves[half], slot / 8);
+        last[half] = &node_of(halves[half], slot);
+      }
+      last[half]->simhash[slot & 7] = simhash;
+      last[half]->content[slot & 7] = from.content[lane];
+      last[half]->prefix[slot & 7] = from.prefix[lane];
+    }
   }
   for (uint32_t index = (whole.size + 7) / 8; index-- > 0;) drop_node(whole, index);
   whole = Bucket{};
-  levels_[1]
-      .buckets()[2 * size_t{frontier_}] = {};  // so that a page is touched here, and not by many insertions
-  for (const Record& record : taken_records_)
-    append(levels_[1].buckets()[chunk(0, record.simhash, bits_ + 1)], record);
 }
 
-// Takes all words out of a bucket, into taken_words_.
-inline void NearTable::take_words(WordNode& head) {
-  taken_words_.clear();
-  for (WordNode node = head;;) {
-    taken_words_.insert(taken_words_.end(), node.words, node.words + node.count);
-    if (node.next_number == 0) break;
-    const uint32_t number = node.next_number;
-    node = words_.at(number);
+inline void NearTable::drop_words(WordNode& head) {
+  for (uint32_t number = head.next_number; number != 0;) {
     words_.give(number);
+    number = words_.at(number).next_number;
   }
   head = WordNode{};
 }
 
 inline void NearTable::split_words(unsigned table) {
-  take_words(levels_[0].words(table)[frontier_]);
+  WordNode& whole = levels_[0].words(table)[frontier_];
+  taken_words_.clear();
+  for (const WordNode* node = &whole;; node = &words_.at(node->next_number)) {
+    taken_words_.insert(taken_words_.end(), node->words, node->words + node->count);
+    if (node->next_number == 0) break;
+  }
+  drop_words(whole);
   const WordLayout& layout = layout_of(bits_);
   const unsigned shift = layout.third() + (layout.chunk_a - 1 - bits_);  // of the bit behind the bucket's own
   WordNode* const halves = levels_[1].words(table) + 2 * size_t{frontier_};
@@ -535,51 +589,51 @@ inline void NearTable::fill(WordNode& head, std::span<const uint32_t> words) {
   head.count = static_cast<uint32_t>(words.size());
 }
 
-// The same where words are to have other bits than they have: the records say them. Equal words are looked up
-// once, and lead to all the records that have them.
-inline void NearTable::rewrite_words(unsigned table) {
-  take_words(levels_[0].words(table)[frontier_]);
-  std::sort(taken_words_.begin(), taken_words_.end());
-  const size_t words = taken_words_.size();
-  taken_words_.erase(std::unique(taken_words_.begin(), taken_words_.end()), taken_words_.end());
-  WordNode* const halves = levels_[1].words(table) + 2 * size_t{frontier_};
-  halves[0] = halves[1] = WordNode{};
-  const WordLayout& layout = layout_of(bits_);
-  const uint32_t own_mask = (1u << layout.own()) - 1, third_mask = (1u << layout.third()) - 1;
-  const auto bits_at = [](unsigned of_chunk, unsigned bits,
-                          uint64_t value) {  // as the leading ones of a chunk
-    return value << (64 - 21 * of_chunk - bits);
-  };
-  // A record has the word when its SimHash has these bits.
-  const uint64_t own = bits_at(table, bits_, frontier_);
-  const uint64_t mask = bits_at(0, layout.chunk_a, (1u << layout.chunk_a) - 1) |
-                        bits_at(table, layout.chunk_a, (1u << layout.chunk_a) - 1) |
-                        bits_at(3 - table, layout.third(), third_mask);
-  constexpr size_t kAhead = 6;
-  size_t rewritten = 0;
-  for (size_t i = 0; i < taken_words_.size() + 2 * kAhead; ++i) {
-    if (i < taken_words_.size()) __builtin_prefetch(&at(bucket_of_word(taken_words_[i])));
-    if (i >= kAhead && i - kAhead < taken_words_.size())
-      prefetch_simhashes(at(bucket_of_word(taken_words_[i - kAhead])));
-    if (i < 2 * kAhead) continue;
-    const uint32_t word = taken_words_[i - 2 * kAhead];
-    const Bucket& bucket = at(bucket_of_word(word));
-    const uint64_t pattern = own | bits_at(0, layout.chunk_a, word >> (32 - layout.chunk_a)) |
-                             bits_at(table, layout.chunk_a, word >> layout.third() & own_mask) |
-                             bits_at(3 - table, layout.third(), word & third_mask);
-    for (uint32_t first = 0; first < bucket.size; first += 8) {
-      const RecordNode& node = node_of(bucket, first);
-      uint32_t lanes = lanes_alike(node.simhash, mask, pattern);
-      if (bucket.size - first < 8) lanes &= (1u << (bucket.size - first)) - 1;
-      for (; lanes != 0; lanes &= lanes - 1, ++rewritten) {
-        const uint64_t simhash = node.simhash[std::countr_zero(lanes)];
-        add_word(halves[chunk(table, simhash, bits_ + 1) & 1], word_of(table, simhash, bits_ + 1));
+// Where words are to have other bits than they have, the records say them. To look up the record of each word
+// would take a dozen cache lines a record. So all records are gone through, in the order of table A, for
+// those of which the words lie in the next piece of the buckets of B or C; new words go to the halves that
+// those buckets will be split in, which a cache holds. Once a piece is collected its buckets are split one by
+// one, and their words are there. While that lasts, what is inserted or erased is so in both
+// (`is_collected`). Table A is not split while a piece is collected.
+inline void NearTable::collect(size_t buckets) {
+  const size_t begin = collected_, end = begin + buckets;
+  const size_t split = std::clamp<size_t>(frontier_, begin, end);  // before this one: halves
+  if (split != begin) collect_from({levels_[1].buckets() + 2 * begin, 2 * (split - begin)});
+  if (split != end) collect_from({levels_[0].buckets() + split, end - split});
+  collected_ = static_cast<uint32_t>(end);
+}
+
+inline void NearTable::collect_from(std::span<const Bucket> buckets) {
+  constexpr size_t kAhead = 4;
+  const LanesAlike lanes_alike = native_lanes_alike();
+  Patterns of_piece;
+  for (unsigned table = 1; table < 3; ++table) {
+    const auto leading = [&](uint64_t bucket) { return bucket << (64 - 21 * table - bits_); };
+    of_piece.mask[table - 1] = leading((1u << bits_) - buckets_collected());
+    of_piece.pattern[table - 1] = leading(collected_end_ - buckets_collected());
+  }
+  for (size_t i = 0; i < buckets.size() + kAhead; ++i) {
+    if (i < buckets.size()) prefetch_simhashes(buckets[i]);
+    if (i < kAhead) continue;
+    const Bucket& bucket = buckets[i - kAhead];
+    for (uint32_t first = 0; first < bucket.size; first += 32) {
+      const uint64_t* simhashes[4];
+      uint64_t lanes = 0;  // of four nodes, so that a branch for the few there are is taken seldom
+      const uint32_t nodes = std::min<uint32_t>(4, (bucket.size - first + 7) / 8);
+      for (uint32_t j = 0; j < nodes; ++j) {
+        simhashes[j] = node_of(bucket, first + 8 * j).simhash;
+        const uint32_t left = bucket.size - first - 8 * j;
+        const uint32_t used = left >= 8 ? 0xFF : (1u << left) - 1;
+        lanes |= static_cast<uint64_t>(lanes_alike(simhashes[j], of_piece) & (used | used << 8)) << 16 * j;
+      }
+      for (; lanes != 0; lanes &= lanes - 1) {
+        const unsigned lane = static_cast<unsigned>(std::countr_zero(lanes));
+        const unsigned table = 1 + lane / 8 % 2;
+        const uint64_t simhash = simhashes[lane / 16][lane % 8];
+        add_word(half_of(table, simhash), word_of(table, simhash, bits_ + 1));
       }
     }
   }
-  assert(rewritten == words && "every record has its word in both tables");
-  (void)words;
-  (void)rewritten;
 }
 
 }  // namespace kvindexer

@@ -58,7 +58,11 @@ class NodePool {
 
   void add_chunk() {
     Pages chunk;
-    chunk.resize(kChunk * sizeof(Node) / Pages::kPageBytes);
+    constexpr size_t kPages = kChunk * sizeof(Node) / Pages::kPageBytes;
+    if (chunks_.empty())  // of most pools there is no more
+      chunk.resize(kPages);
+    else
+      chunk.renew(kPages);
     chunks_.push_back(std::move(chunk));
   }
 

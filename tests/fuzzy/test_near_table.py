@@ -86,7 +86,7 @@ def test_nothing_is_lost_or_doubled_while_buckets_are_split(bits: int, queries_c
     for step in [1, *(end + 1 for end in ends), 1 << (bits - 1), 1 << bits, 1 << (bits - 1)]:
         if bits == 19 and step == 1 << (bits - 1) and table.split(0)[0] == 20:
             break
-        now_bits, frontier = table.split(max(0, step - table.split(0)[1]))
+        now_bits, frontier = split_up_to(table, step)
         assert now_bits in (bits, bits + 1)
         assert frontier < 1 << now_bits
         more = [chance.getrandbits(64) for _ in range(50)] + [flip(queries[1], 0, 64, 7, chance)]
@@ -95,6 +95,43 @@ def test_nothing_is_lost_or_doubled_while_buckets_are_split(bits: int, queries_c
         for max_distance in (0, 5, 8):
             hits = found(table, queries, max_distance)
             assert hits == expected(stored, queries, max_distance), (step, now_bits, frontier)
+
+
+def split_up_to(table: _native.NearTable, frontier: int) -> tuple[int, int]:
+    """Or to the end of the doubling."""
+    bits, now = table.split(0)
+    before = bits
+    while bits == before and now < frontier:
+        bits, now = table.split(frontier - now)
+    return bits, now
+
+
+@pytest.mark.parametrize("bits", [10, 13, 16])
+def test_words_made_anew_follow_what_comes_and_goes(bits: int) -> None:
+    """Few splits at a time, so that most of the growth finds a piece of the words collected in part."""
+    chance = random.Random(bits)
+    table = _native.NearTable(bits)
+    queries = [chance.getrandbits(64) for _ in range(3)]
+    stored = adversaries(queries[:1], bits, chance) + [queries[1]] * 40
+    gone = (1 << 64) - 1
+    table.insert(array("Q", stored).tobytes())
+    step = 1 << (bits - 7)
+    looks = 0
+    while table.split(step)[0] == bits:
+        for number in chance.sample(range(len(stored)), 20):
+            if stored[number] != gone:
+                table.erase(stored[number], number)
+                stored[number] = gone
+        more = [flip(chance.choice(queries), 0, 64, chance.randrange(20), chance) for _ in range(20)]
+        table.insert(array("Q", more).tobytes())
+        stored += more
+        looks += 1
+        if looks % 16 == 0:
+            assert found(table, queries, 8) == expected(stored, queries, 8), looks
+    assert looks > 128, "half of the time goes to the words"
+    for number in [number for number, simhash in enumerate(stored) if simhash != gone]:
+        table.erase(stored[number], number)
+    assert found(table, queries, 8) == []
 
 
 @pytest.mark.parametrize("scans", [0, 1, 2, 3])

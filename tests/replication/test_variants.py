@@ -57,11 +57,11 @@ def variant(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Variant]
         server = Cluster(folder)
         made = Variant(server.url, cluster=True)
     else:
-        server = RedisServer(folder, options=("--requirepass", SECRET))
+        server = RedisServer(folder, password=SECRET)
         user = ""
         if request.param == "user":
             user = "indexer"
-            with redis.Redis(port=server.port, password=SECRET) as client:
+            with server.client() as client:
                 client.execute_command("ACL", "SETUSER", user, "on", f">{SECRET}", *RIGHTS.split())
         made = Variant(f"redis://{user}:{SECRET}@127.0.0.1:{server.port}/0")
     try:
@@ -193,7 +193,7 @@ def test_replicas_on_every_kind_of_redis(variant: Variant) -> None:
 
 
 def test_a_wrong_password_is_told_and_not_shown(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path, options=("--requirepass", SECRET))
+    server = RedisServer(tmp_path, password=SECRET)
     try:
         url = f"redis://:wrong-{SECRET}@127.0.0.1:{server.port}/0"
         with replicas(url, 1) as (one,):

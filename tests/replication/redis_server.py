@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import pytest
 import redis
@@ -29,7 +30,8 @@ def free_port() -> int:
 
 
 class RedisServer:
-    """Started at once; `start` comes back on the same port, with what is on disk in memory again.
+    """Started at once, stopped at the end of `with`; `start` comes back on the same port, with what is on disk in
+    memory again.
 
     `keep`: every command is on disk before it is answered, so a kill loses nothing. `tls`: it speaks nothing else.
     """
@@ -59,6 +61,12 @@ class RedisServer:
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     @property
     def url(self) -> str:
@@ -112,12 +120,11 @@ class RedisServer:
 
 @contextlib.contextmanager
 def serving_redis(*, keep: bool = False, options: tuple[str, ...] = ()) -> Iterator[RedisServer]:
-    with tempfile.TemporaryDirectory() as folder:
-        server = RedisServer(Path(folder), keep=keep, options=options)
-        try:
-            yield server
-        finally:
-            server.stop()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RedisServer(Path(folder), keep=keep, options=options) as server,
+    ):
+        yield server
 
 
 def cluster_options() -> tuple[str, ...]:

@@ -31,11 +31,8 @@ HASTY = {"KVINDEXER_REDIS_TIMEOUT_S": "0.5", "KVINDEXER_REDIS_ANSWER_TIMEOUT_S":
 def keeping_server(tmp_path: Path) -> Iterator[RedisServer]:
     folder = tmp_path / "redis"
     folder.mkdir()
-    server = RedisServer(folder, keep=True)
-    try:
+    with RedisServer(folder, keep=True) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def states(http: httpx.Client, *names: int) -> dict[str, str]:

@@ -193,8 +193,7 @@ def test_replicas_on_every_kind_of_redis(variant: Variant) -> None:
 
 
 def test_a_wrong_password_is_told_and_not_shown(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path, password=SECRET)
-    try:
+    with RedisServer(tmp_path, password=SECRET) as server:
         url = f"redis://:wrong-{SECRET}@127.0.0.1:{server.port}/0"
         with replicas(url, 1) as (one,):
             wait_until(lambda: stats(one)["replication"]["trouble"], "it says what is wrong")
@@ -202,8 +201,6 @@ def test_a_wrong_password_is_told_and_not_shown(tmp_path: Path) -> None:
             assert said.status_code == 503
             assert "password" in said.text
             assert SECRET not in said.text + one.get("/v1/stats").text
-    finally:
-        server.stop()
 
 
 def test_a_server_that_nobody_vouches_for(tmp_path: Path) -> None:

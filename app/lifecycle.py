@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from app.config import Settings
+from app.connections import ConnectionLimits
 from app.discovery.discovery import Discovery
 from app.ingest.zmq import ZmqIngest
 from app.key_ring import KeyRing
@@ -23,11 +24,13 @@ from app.loads import Loads
 from app.metrics import Metrics
 from app.pods import PodSpec
 from app.readiness import Readiness
+from app.router import Router
 from app.service import IndexerService
 from app.snapshots.keeper import SnapshotKeeper
 from app.start import Start
 from app.tokenizer.front import Tokenizer
 from app.tracing import Spans
+from app.writers import Writer
 
 if TYPE_CHECKING:
     from app.replication.replica import Replica
@@ -44,10 +47,13 @@ class Parts:
     specs: list[PodSpec]
     start: Start
     keys: KeyRing
+    connections: ConnectionLimits
     snapshots: SnapshotKeeper | None
     replica: Replica | None
+    writer: Writer
     ingest: ZmqIngest
     loads: Loads
+    router: Router
     discovery: Discovery
     readiness: Readiness
     tokenizer: Tokenizer

@@ -304,7 +304,7 @@ class Figures:
     pods: Callable[[], Iterable[Pod]]
     gauges: Callable[[], Mapping[str, int]]
     counters: Callable[[], Mapping[str, int]]
-    parts: Mapping[str, tuple[Count, Count]] = dataclasses.field(default_factory=dict)
+    parts: Callable[[], Mapping[str, tuple[Count, Count]]] = dict
     places: Callable[[], Sequence[Place]] = tuple
     questions: Count = dict
     clock: Callable[[], float] = time.monotonic  # the service's
@@ -380,7 +380,7 @@ class _FiguresCollector(Collector):
             yield _gauge(f"zmq_{key}", documentation, value=gauges.get(key, 0))
         for key, documentation in _ZMQ_COUNTERS.items():
             yield _counter(f"zmq_{key}", documentation, value=counters.get(key, 0))
-        yield from _part_families(self._figures.parts)
+        yield from _part_families(self._figures.parts())
         yield from _place_families(self._figures.places())
         yield _by_label(
             _counter("discovery_questions", "Times that an engine was asked what it is", "result"),

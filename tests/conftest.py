@@ -9,10 +9,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 import app
+from tests.ingest.publisher import Publisher
 
 if "CI" not in os.environ:
     settings.register_profile("unhurried", deadline=None)
@@ -32,3 +35,12 @@ def _use_core(path: str) -> None:
 
 if _path := os.environ.get("TEST_CORE", ""):
     _use_core(_path)
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    made = Publisher()
+    try:
+        yield made
+    finally:
+        made.kill()

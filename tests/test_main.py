@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 
 import httpx
-import pytest
 
 from tests.ingest.publisher import Publisher
 from tests.test_serving import serving
 
 DEADLINE_S = 20.0
-
-
-@pytest.fixture
-def publisher() -> Iterator[Publisher]:
-    made = Publisher()
-    try:
-        yield made
-    finally:
-        made.kill()
 
 
 def wait_for(http: httpx.Client, path: str, status: int) -> None:

@@ -79,6 +79,7 @@ def test_version_is_the_one_that_is_shown() -> None:
 def test_in_a_minute(port: int) -> None:
     install, ask = blocks("In a minute", "sh")
     assert [line.split("#")[0].strip() for line in install.splitlines()] == [
+        "python3 -m venv .venv && . .venv/bin/activate",
         "pip install .",
         "kvindexer serve",
     ]

@@ -29,15 +29,14 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from redis.exceptions import RedisClusterException, RedisError
 
-from app import hashing
 from app.pods import PodSpec
+from app.replication.shares import Shares, Verbs, encoded
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +48,6 @@ VERBS_PER_EXCHANGE_MAX = 512  # the others follow at once
 _FAULTS = (RedisError, RedisClusterException, OSError, TimeoutError)  # of Redis, or of the way there
 
 _SCRIPT = Path(__file__).with_name("leases.lua").read_text()
-
-_Verbs = list[tuple[str, str]]  # (claim | release | ask | unask, pod)
 
 
 class Scripts(Protocol):
@@ -84,7 +81,7 @@ class LeaseCounters:
 
 
 @dataclasses.dataclass(slots=True)
-class _Partition:
+class Partition:
     number: int
     keys: tuple[str, str]  # leases, replicas
     change: bytes = b"0"  # the last one that is known
@@ -128,10 +125,11 @@ class Leases:
         self._ttl_s = ttl_s
         self._clock = clock
         self._partitions = [
-            _Partition(number, (key_of(number, "leases"), key_of(number, "replicas")))
+            Partition(number, (key_of(number, "leases"), key_of(number, "replicas")))
             for number in range(partitions)
         ]
-        self._wanted: dict[str, _Partition] = {}
+        self._wanted: dict[str, Partition] = {}
+        self._shares = Shares(replica, self._partitions, self._wanted, ttl_s=ttl_s)
         self._given_up: dict[
             str, int
         ] = {}  # pod -> epoch that is of no use: released, a newer one is claimed
@@ -191,7 +189,7 @@ class Leases:
         return None if lease is None else lease.holder
 
     def gauges(self) -> Mapping[str, int]:
-        return {"held": len(self.held()), "replicas": len(self._living()), "pods": len(self._wanted)}
+        return {"held": len(self.held()), "replicas": len(self._shares.living()), "pods": len(self._wanted)}
 
     def counters(self) -> Mapping[str, int]:
         return dataclasses.asdict(self._counters)
@@ -225,7 +223,7 @@ class Leases:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
 
-    async def _leave(self, partition: _Partition) -> None:
+    async def _leave(self, partition: Partition) -> None:
         try:
             await self._exchange(partition, [], ttl_s=0.0)
         except _FAULTS as error:
@@ -233,7 +231,7 @@ class Leases:
 
     # -- the exchanges
 
-    async def _keep(self, partition: _Partition) -> None:
+    async def _keep(self, partition: Partition) -> None:
         interval_s = self._ttl_s / EXCHANGES_PER_TTL
         while not self._stopping:
             wait_s = interval_s
@@ -255,7 +253,7 @@ class Leases:
                     async with asyncio.timeout(wait_s):
                         await partition.wake.wait()
 
-    async def _round(self, partition: _Partition) -> None:
+    async def _round(self, partition: Partition) -> None:
         await self._exchange(partition, [])
         partition.stale |= bool(partition.free_since_s)  # nobody claims them: for how long already?
         while partition.stale and not self._stopping:
@@ -264,11 +262,11 @@ class Leases:
             if verbs := self._plan(partition)[:VERBS_PER_EXCHANGE_MAX]:
                 await self._exchange(partition, verbs)  # what it changes makes this stale again
 
-    async def _exchange(self, partition: _Partition, verbs: _Verbs, *, ttl_s: float | None = None) -> None:
+    async def _exchange(self, partition: Partition, verbs: Verbs, *, ttl_s: float | None = None) -> None:
         ttl_s = self._ttl_s if ttl_s is None else ttl_s
         arguments: list[Any] = [self._replica, int(ttl_s * 1_000), partition.change]
         for verb, pod in verbs:
-            arguments += (verb, _encoded(pod))
+            arguments += (verb, encoded(pod))
         partition.claiming = frozenset(pod for verb, pod in verbs if verb in ("claim", "ask"))
         asked_s = self._clock()
         try:
@@ -282,7 +280,7 @@ class Leases:
             self._renewed(partition, asked_s)
             self._learn(partition, change, living, leases)
 
-    def _renewed(self, partition: _Partition, asked_s: float) -> None:
+    def _renewed(self, partition: Partition, asked_s: float) -> None:
         if self._clock() >= partition.until_s:
             self._expire(partition)  # something may have been left out since: what is held is taken anew
         partition.until_s = asked_s + self._ttl_s * (1 - MARGIN)
@@ -291,7 +289,7 @@ class Leases:
         delay_s = max(0.0, partition.until_s - self._clock())
         partition.expiry = asyncio.get_running_loop().call_later(delay_s, self._expire, partition)
 
-    def _expire(self, partition: _Partition) -> None:
+    def _expire(self, partition: Partition) -> None:
         """Nothing is held here any more, whether Redis can say so or not."""
         partition.until_s = float("-inf")
         partition.stale = True  # what Redis still says is ours is taken again as soon as it answers
@@ -300,7 +298,7 @@ class Leases:
             self._lose(partition, pod)
 
     def _learn(
-        self, partition: _Partition, change: bytes, living: list[Any], leases: list[bytes] | None
+        self, partition: Partition, change: bytes, living: list[Any], leases: list[bytes] | None
     ) -> None:
         remaining_s = {replica.decode(): left / 1_000 for replica, left in _pairs(living)}
         others = [left_s for replica, left_s in remaining_s.items() if replica != self._replica]
@@ -318,7 +316,7 @@ class Leases:
         for partition in self._partitions:
             partition.stale = True
 
-    def _take_note(self, partition: _Partition) -> None:
+    def _take_note(self, partition: Partition) -> None:
         """Of what this replica holds by now, and what it does not any more."""
         for pod, epoch in list(partition.held.items()):
             lease = partition.leases.get(pod)
@@ -339,15 +337,15 @@ class Leases:
                 logger.info("pod %s is followed by this replica now (epoch %d)", pod, lease.epoch)
                 self._listener.lease_taken(pod, lease.epoch)
 
-    def _lose(self, partition: _Partition, pod: str) -> None:
+    def _lose(self, partition: Partition, pod: str) -> None:
         if partition.held.pop(pod, None) is not None:
             self._listener.lease_lost(pod)
 
     # -- what to do next
 
-    def _plan(self, partition: _Partition) -> _Verbs:
+    def _plan(self, partition: Partition) -> Verbs:
         """Whatever has to be said in this partition; lets go of what will be handed over."""
-        verbs: _Verbs = []
+        verbs: Verbs = []
         for pod, lease in partition.leases.items():
             if lease.holder != self._replica:
                 continue
@@ -358,64 +356,8 @@ class Leases:
                 self._counters.handed_over += 1
                 verbs.append(("release", pod))
         if not verbs:
-            verbs = self._claims(partition) or self._wishes(partition)
+            verbs = self._shares.claims(partition, self._clock()) or self._shares.wishes(partition)
         return verbs
-
-    def _claims(self, partition: _Partition) -> _Verbs:
-        now_s = self._clock()
-        free = [pod for pod in self._in_my_order(partition) if pod not in partition.leases]
-        since = partition.free_since_s
-        partition.free_since_s = {pod: since.get(pod, now_s) for pod in free}
-        if not free:
-            return []
-        room = -(-len(self._wanted) // len(self._living())) - self._loads()[self._replica]
-        overdue = [pod for pod in free if now_s - partition.free_since_s[pod] >= self._ttl_s]
-        return [("claim", pod) for pod in dict.fromkeys(overdue + free[: max(0, room)])]
-
-    def _wishes(self, partition: _Partition) -> _Verbs:
-        """At most what brings this replica to its share; up to the lower bound first, then from those above the
-        upper one, so that those who ask at the same time do not ask for too much together."""
-        loads = self._loads()
-        mine = loads[self._replica]
-        asked = [pod for pod, lease in partition.leases.items() if lease.asker == self._replica]
-        low, above = divmod(len(self._wanted), len(self._living()))
-        high = low + (above > 0)
-        if mine > high and asked:
-            return [("unask", pod) for pod in asked[: mine - high]]
-        wishes: _Verbs = []
-        if mine >= high or any(self._wanted[p] is partition for p in partition.free_since_s):
-            return wishes
-        goal = low if mine < low else high
-        for pod in self._in_my_order(partition):
-            lease = partition.leases.get(pod)
-            if mine >= goal:
-                break
-            if lease is None or lease.asker is not None or lease.holder == self._replica:
-                continue
-            if loads[lease.holder] > (low if goal == low else high):
-                wishes.append(("ask", pod))
-                loads[lease.holder] -= 1
-                mine += 1
-        return wishes
-
-    def _living(self) -> set[str]:
-        return {self._replica}.union(*(partition.living for partition in self._partitions))
-
-    def _loads(self) -> Counter[str]:
-        """Pods by replica, as if every wish were fulfilled."""
-        loads: Counter[str] = Counter()
-        for pod, partition in self._wanted.items():
-            lease = partition.leases.get(pod)
-            if pod in partition.claiming:
-                loads[self._replica] += 1
-            elif lease is not None:
-                loads[lease.asker or lease.holder] += 1
-        return loads
-
-    def _in_my_order(self, partition: _Partition) -> list[str]:
-        """Each replica begins with another pod, so that two of them seldom want the same one."""
-        names = [pod for pod, at in self._wanted.items() if at is partition]
-        return sorted(names, key=lambda pod: hashing.digest(_encoded(pod) + self._replica.encode()))
 
 
 def _pairs(flat: list[Any]) -> Iterator[tuple[Any, Any]]:
@@ -425,10 +367,6 @@ def _pairs(flat: list[Any]) -> Iterator[tuple[Any, Any]]:
 def _lease(value: bytes) -> Lease:
     epoch, holder, asker = value.decode().split(" ")
     return Lease(int(epoch), holder, None if asker == "-" else asker)
-
-
-def _encoded(pod: str) -> bytes:
-    return pod.encode(errors="surrogatepass")
 
 
 def _decoded(pod: bytes) -> str:

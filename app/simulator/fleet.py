@@ -22,6 +22,8 @@ from app.simulator.pod import Pod, PodSettings
 from app.simulator.server import PodServer
 
 PODS_MAX = 1_024
+INDEXER_DEADLINE_S = 10.0
+INDEXER_PAUSE_S = 0.2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class Fleet:
                 await running.start()
                 self.pods.append(running)
             for url in self.settings.indexer_urls:
-                await announce(url, self.pods, api_key=self.settings.api_key)
+                await self._announce_first(url)
             if self.settings.indexer_urls:
                 await self._wait_until_heard()
             self._stack = stack.pop_all()
@@ -125,6 +127,18 @@ class Fleet:
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
+
+    async def _announce_first(self, url: str) -> None:
+        """An indexer that is started together with the pods may need a moment longer than they do."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + INDEXER_DEADLINE_S
+        while True:
+            try:
+                return await announce(url, self.pods, api_key=self.settings.api_key)
+            except Unresponsive:
+                if clock() > deadline:
+                    raise
+            await asyncio.sleep(INDEXER_PAUSE_S)
 
     async def _wait_until_heard(self) -> None:
         """Some indexer listens to every pod that publishes by ZMQ; of several, not each needs to."""

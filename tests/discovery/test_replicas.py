@@ -19,9 +19,8 @@ from tests.replication.redis_server import RedisServer
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     (tmp_path / "redis").mkdir()
-    server = RedisServer(tmp_path / "redis", keep=True)
-    yield server
-    server.stop()
+    with RedisServer(tmp_path / "redis", keep=True) as server:
+        yield server
 
 
 async def post(index: Indexer, pod: str, seq: int) -> None:

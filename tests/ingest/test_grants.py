@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -89,15 +89,6 @@ async def pair_of() -> AsyncIterator[Pair]:
     finally:
         for ingest in pair.ingests:
             ingest.stop()
-
-
-@pytest.fixture
-def publisher() -> Iterator[Publisher]:
-    made = Publisher()
-    try:
-        yield made
-    finally:
-        made.kill()
 
 
 def test_nothing_is_followed_without_a_grant(publisher: Publisher) -> None:

@@ -14,8 +14,5 @@ from tests.replication.redis_server import RedisServer
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
     folder = tmp_path / "redis"
     folder.mkdir()
-    server = RedisServer(folder)
-    try:
+    with RedisServer(folder) as server:
         yield server
-    finally:
-        server.stop()

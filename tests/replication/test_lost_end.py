@@ -143,10 +143,8 @@ class Forgetful:
 @pytest.fixture
 def forgetful(tmp_path: Path) -> Iterator[Forgetful]:
     made = Forgetful(tmp_path)
-    try:
+    with made.server:
         yield made
-    finally:
-        made.server.stop()
 
 
 @pytest.mark.parametrize("more", [True, False], ids=["more behind it", "nothing behind it"])

@@ -41,65 +41,53 @@ def rank_of(http: httpx.Client, pod: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("keep", [True, False], ids=["with its data", "without its data"])
 def test_redis_is_killed_under_load(tmp_path: Path, keep: bool) -> None:
-    server = RedisServer(tmp_path, keep=keep)
-    try:
-        with fleet(server.url, 4) as all_:
-            all_.start(2)
-            all_.publish(10)
-            all_.until_exact()
-            before = replication(all_.clients[0])["log"]
-            for number in range(20):
-                all_.publish(5)
-                if number == 10:
-                    server.kill()
-                if number == 15:
-                    server.start()
-            all_.until_exact()
-            assert (replication(all_.clients[0])["log"] == before) == keep
-            begun = [replication(http)["logs_begun"] for http in all_.clients]
-            assert sorted(begun) == ([0, 0] if keep else [0, 1]), "one of them made the new log"
+    with RedisServer(tmp_path, keep=keep) as server, fleet(server.url, 4) as all_:
+        all_.start(2)
+        all_.publish(10)
+        all_.until_exact()
+        before = replication(all_.clients[0])["log"]
+        for number in range(20):
             all_.publish(5)
-            all_.start()
-            all_.until_exact()
-            assert agree(all_.clients), "a new one finds all of it"
-    finally:
-        server.stop()
+            if number == 10:
+                server.kill()
+            if number == 15:
+                server.start()
+        all_.until_exact()
+        assert (replication(all_.clients[0])["log"] == before) == keep
+        begun = [replication(http)["logs_begun"] for http in all_.clients]
+        assert sorted(begun) == ([0, 0] if keep else [0, 1]), "one of them made the new log"
+        all_.publish(5)
+        all_.start()
+        all_.until_exact()
+        assert agree(all_.clients), "a new one finds all of it"
 
 
 def test_what_was_posted_survives_a_redis_without_its_data(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path)
-    try:
-        with fleet(server.url, 0) as all_:
-            all_.start(3)
-            wait_until(lambda: all(map(is_ready, all_.clients)), "ready")
-            post(all_.clients[0], "counted", stored([1, 2]), seq=0)
-            post(all_.clients[1], "uncounted", stored([1, 2]))
-            wait_until(lambda: agree(all_.clients), "quiet")
-            before = replication(all_.clients[0])["log"]
-            server.kill()
-            server.start()
-            wait_until(
-                lambda: all(replication(http)["log"] not in ("", before) for http in all_.clients),
-                "a new log",
-            )
-            wait_until(lambda: all(map(is_ready, all_.clients)) and agree(all_.clients), "ready again")
-            all_.start()
-            wait_until(lambda: is_ready(all_.clients[-1]), "a new one is ready")
-            for http in all_.clients:
-                assert depths(http, 1, 2) == {"counted": 2, "uncounted": 2}
-                ranks = {
-                    pod: http.get(f"/v1/pods/{pod}").json()["ranks"][0] for pod in ("counted", "uncounted")
-                }
-                assert ranks["counted"]["state"] == "live", (
-                    "its next number shows whether something is missing"
-                )
-                assert ranks["uncounted"]["state"] == "degraded", "nobody can tell"
-                assert "Redis lost" in ranks["uncounted"]["cause"]
-            assert post(all_.clients[2], "counted", stored([3], 2), seq=1)["stored_blocks"] == 1
-            wait_until(lambda: agree(all_.clients), "quiet again")
-            assert all(depths(http, 1, 2, 3)["counted"] == 3 for http in all_.clients)
-    finally:
-        server.stop()
+    with RedisServer(tmp_path) as server, fleet(server.url, 0) as all_:
+        all_.start(3)
+        wait_until(lambda: all(map(is_ready, all_.clients)), "ready")
+        post(all_.clients[0], "counted", stored([1, 2]), seq=0)
+        post(all_.clients[1], "uncounted", stored([1, 2]))
+        wait_until(lambda: agree(all_.clients), "quiet")
+        before = replication(all_.clients[0])["log"]
+        server.kill()
+        server.start()
+        wait_until(
+            lambda: all(replication(http)["log"] not in ("", before) for http in all_.clients),
+            "a new log",
+        )
+        wait_until(lambda: all(map(is_ready, all_.clients)) and agree(all_.clients), "ready again")
+        all_.start()
+        wait_until(lambda: is_ready(all_.clients[-1]), "a new one is ready")
+        for http in all_.clients:
+            assert depths(http, 1, 2) == {"counted": 2, "uncounted": 2}
+            ranks = {pod: http.get(f"/v1/pods/{pod}").json()["ranks"][0] for pod in ("counted", "uncounted")}
+            assert ranks["counted"]["state"] == "live", "its next number shows whether something is missing"
+            assert ranks["uncounted"]["state"] == "degraded", "nobody can tell"
+            assert "Redis lost" in ranks["uncounted"]["cause"]
+        assert post(all_.clients[2], "counted", stored([3], 2), seq=1)["stored_blocks"] == 1
+        wait_until(lambda: agree(all_.clients), "quiet again")
+        assert all(depths(http, 1, 2, 3)["counted"] == 3 for http in all_.clients)
 
 
 def test_everything_is_flushed_while_replicas_stay_connected(redis_server: RedisServer) -> None:
@@ -149,40 +137,34 @@ def test_everything_is_flushed_while_replicas_stay_connected(redis_server: Redis
 def test_redis_loses_the_end_of_the_log(tmp_path: Path) -> None:
     folder, copy = tmp_path / "redis", tmp_path / "copy"
     folder.mkdir()
-    server = RedisServer(folder, keep=True)
-    try:
-        with fleet(server.url, 2) as all_:
-            all_.start(2)
-            all_.publish(10)
-            all_.until_exact()
-            all_.post(all_.clients[0], "posted", stored([5_000_001]))
-            wait_until(lambda: agree(all_.clients), "quiet")
-            shutil.copytree(folder, copy)
-            before = replication(all_.clients[0])["log"]
-            all_.publish(10)
-            all_.post(all_.clients[0], "posted", stored([5_000_002], 5_000_001))
-            all_.until_exact()
-            wait_until(lambda: agree(all_.clients), "quiet again")
-            server.kill()
-            shutil.rmtree(folder)
-            shutil.copytree(copy, folder)
-            server.start()
-            wait_until(
-                lambda: all(replication(http)["log"] not in ("", before) for http in all_.clients),
-                "a new log",
-            )
-            all_.start()
-            wait_until(lambda: all(map(is_ready, all_.clients)) and agree(all_.clients), "ready again")
-            all_.until_exact()
-            for http in all_.clients:
-                assert depths(http, 5_000_001, 5_000_002) == {"posted": 2}, (
-                    "what the replicas had is not lost"
-                )
-            all_.publish(5)
-            all_.post(all_.clients[1], "posted", stored([5_000_003], 5_000_002))
-            all_.until_exact()
-    finally:
-        server.stop()
+    with RedisServer(folder, keep=True) as server, fleet(server.url, 2) as all_:
+        all_.start(2)
+        all_.publish(10)
+        all_.until_exact()
+        all_.post(all_.clients[0], "posted", stored([5_000_001]))
+        wait_until(lambda: agree(all_.clients), "quiet")
+        shutil.copytree(folder, copy)
+        before = replication(all_.clients[0])["log"]
+        all_.publish(10)
+        all_.post(all_.clients[0], "posted", stored([5_000_002], 5_000_001))
+        all_.until_exact()
+        wait_until(lambda: agree(all_.clients), "quiet again")
+        server.kill()
+        shutil.rmtree(folder)
+        shutil.copytree(copy, folder)
+        server.start()
+        wait_until(
+            lambda: all(replication(http)["log"] not in ("", before) for http in all_.clients),
+            "a new log",
+        )
+        all_.start()
+        wait_until(lambda: all(map(is_ready, all_.clients)) and agree(all_.clients), "ready again")
+        all_.until_exact()
+        for http in all_.clients:
+            assert depths(http, 5_000_001, 5_000_002) == {"posted": 2}, "what the replicas had is not lost"
+        all_.publish(5)
+        all_.post(all_.clients[1], "posted", stored([5_000_003], 5_000_002))
+        all_.until_exact()
 
 
 def test_a_new_replica_begins_from_a_snapshot_and_the_log_is_trimmed(redis_server: RedisServer) -> None:

@@ -54,6 +54,7 @@ class TlsServer(RedisServer):
     """Speaks TLS and nothing else."""
 
     def __init__(self, folder: Path, certificates: Certificates) -> None:
+        self.authority = certificates.authority
         super().__init__(
             folder,
             options=(
@@ -64,7 +65,6 @@ class TlsServer(RedisServer):
             ),
             tls=True,
         )
-        self.authority = certificates.authority
 
     @property
     def url(self) -> str:

@@ -10,22 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from app.snapshots.file import SnapshotReader, previous_of
 from tests.ingest.publisher import Publisher
 from tests.test_serving import serving
 
 DEADLINE_S = 20.0
-
-
-@pytest.fixture
-def publisher() -> Iterator[Publisher]:
-    made = Publisher()
-    try:
-        yield made
-    finally:
-        made.kill()
 
 
 @contextlib.contextmanager

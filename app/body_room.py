@@ -28,6 +28,10 @@ class BodyRoom:
         self._bytes += more
         return True
 
+    def hold(self, held: int) -> None:
+        """What was let in and is kept on, by another than before."""
+        self._bytes += held
+
     def give_back(self, held: int) -> None:
         self._bytes -= held
         assert self._bytes >= 0, "more was given back than was taken"

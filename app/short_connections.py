@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app import _native
 from app.connections import BoundedProtocol, ConnectionLimits, Doing
@@ -73,13 +73,15 @@ class Outbox:
             self.flush()
 
     def say_last(self, transport: asyncio.Transport) -> None:
-        """An answer of this connection that waits says that none follows."""
-        for place, (of, (head, content)) in enumerate(self._answers):
+        """The last answer of this connection that waits says that none follows."""
+        for place in reversed(range(len(self._answers))):
+            of, (head, content) = self._answers[place]
             if of is transport:
                 self._answers[place] = (
                     of,
                     (head.removesuffix(b"\r\n") + b"connection: close\r\n\r\n", content),
                 )
+                break
 
     def flush(self) -> None:
         answers, self._answers = self._answers, []
@@ -192,12 +194,25 @@ class ShortConnection(BoundedProtocol):
             return True
         if answer is None:
             return False
-        usual, self.app = self.app, answer
+        usual, self.app = self.app, self._counted(answer, len(data))
         try:
             (self._take_over if was_held else self._leave_to_uvicorn)(data)  # which makes a task of it
         finally:
             self.app = usual
         return True
+
+    def _counted(self, app: ASGIApp, held: int) -> ASGIApp:
+        """What was read here stays until the answer, and takes room as long."""
+        room = self._limits.body_room
+
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            room.hold(held)
+            try:
+                await app(scope, receive, send)
+            finally:
+                room.give_back(held)
+
+        return counted
 
     def _leave_to_uvicorn(self, data: bytes) -> None:
         self._flush()

@@ -102,3 +102,27 @@ def test_those_who_leave_make_room(port: int, way: str) -> None:
             wire.sendall(WAYS[way] % len(BODY) + PIECE)
             wait_for_bytes(port, len(PIECE), len(PIECE) + 500)
         wait_for_bytes(port, 0, 0)
+
+
+def test_what_a_stream_is_sent_takes_no_room(port: int) -> None:
+    """It is read to learn when the client goes, and kept by nobody."""
+    chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+    with wire_to(port) as wire:
+        wire.sendall(b"GET /v1/live HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert wire.recv(15) == b"HTTP/1.1 200 OK"
+        for _ in range(256):  # more than all buffers of the system between here and there
+            wire.sendall(chunk)
+        assert figure(port, "bytes") == 0
+        with wire_to(port) as other:
+            other.sendall(WAYS["route"] % len(BODY) + BODY)
+            assert read_head_and_body(other)[0] == 200
+    wait_for_bytes(port, 0, 0)
+
+
+def test_an_answer_that_waits_gives_its_room_back(port: int) -> None:
+    """What the connection read and passed on, as it does with a text."""
+    text = json.dumps({"model": "m", "prompt": "word " * 12_000}).encode()
+    with wire_to(port) as wire:
+        wire.sendall(WAYS["short cut"] % len(text) + text)
+        read_head_and_body(wire)
+        wait_for_bytes(port, 0, 0)

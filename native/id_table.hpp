@@ -40,7 +40,6 @@
 #include <cassert>
 #include <cstdint>
 #include <cstring>
-#include <span>
 #include <vector>
 
 #ifdef __SSE2__
@@ -347,7 +346,8 @@ class IdTable {
                                                           (away & ((1u << stale_bits) - 1)));
       return back <= at && passed < back + repeats ? at - back : kNoHome;
     }
-    bool is_sparse() const { return memory.pages() > 1 && size < count; }
+    size_t pages() const { return count * sizeof(Bucket) / Pages::kPageBytes; }
+    bool is_sparse() const { return pages() > 1 && size < count; }
   };
 
  public:
@@ -454,35 +454,46 @@ class IdTable {
 
   void make_room(uint32_t index) {
     Segment& segment = segments_[index];
-    const size_t pages = segment.memory.pages();
+    const size_t pages = segment.pages();
     // Skewed keys would deepen the directory without end: past this depth a segment grows instead.
     const uint32_t depth_max = static_cast<uint32_t>(std::bit_width(segments_.size())) + 3;
     if (pages >= kSegmentPages && segment.depth < depth_max) return split(index);
     if (pages != 0) return grow(segment, next_pages(pages));
-    lay_out(segment, first_pages_);
+    lay_out(segment, zeroed(first_pages_));
     segment.tag_from = static_cast<uint8_t>(segment.group_end());
   }
 
-  void shrink(uint32_t index) {
+  // Where there is no memory for a smaller layout, the segment stays as it is.
+  void shrink(uint32_t index) noexcept {
     Segment& segment = segments_[index];
-    const std::span<const Lifted> lifted = lift(segment, true);
-    const size_t pages = pages_for(lifted.size());
-    segment.tag_from = static_cast<uint8_t>(segment.depth + group_bits_in(pages));
-    lay_out(segment, pages);
-    for (const Lifted& entry : lifted) put(segment, entry.spot, entry.id);
+    Pages fresh;
+    try {
+      lift(segment, true);
+      fresh = zeroed(pages_for(lifted_.size()));
+    } catch (const std::bad_alloc&) {
+      return;
+    }
+    segment.tag_from = static_cast<uint8_t>(segment.depth + group_bits_in(fresh.pages()));
+    lay_out(segment, std::move(fresh));
+    for (const Lifted& entry : lifted_) put(segment, entry.spot, entry.id);
   }
+
+  // What follows asks for all its memory before it changes anything.
 
   void grow(Segment& segment, size_t pages) {
     const unsigned group_end = segment.depth + group_bits_in(pages);
-    if (buckets_in(pages) == segment.count * 2 || is_stale(segment, group_end)) {
-      const std::span<const Lifted> lifted = lift_for(segment, group_end);
-      lay_out(segment, pages);
-      for (const Lifted& entry : lifted) put(segment, entry.spot, entry.id);
+    const bool has_stale_tags = is_stale(segment, group_end);
+    if (buckets_in(pages) == segment.count * 2 || has_stale_tags) {
+      lift(segment, has_stale_tags);
+      Pages fresh = zeroed(pages);
+      if (has_stale_tags) segment.tag_from = static_cast<uint8_t>(group_end);
+      lay_out(segment, std::move(fresh));
+      for (const Lifted& entry : lifted_) put(segment, entry.spot, entry.id);
       return;
     }
     lift_away(segment);
     const uint32_t count = segment.count;
-    resize(segment, pages);
+    extend(segment, pages);
     shape(segment, pages);
     deal_out(segment.buckets(), count, segment);
     put_lifted(segment, segment);
@@ -499,7 +510,12 @@ class IdTable {
     segments_.emplace_back();
     Segment& lower = segments_[index];
     Segment& upper = segments_[fresh];
-    if (!split_evenly(lower, upper)) lift_out(lower, upper);
+    try {
+      if (!split_evenly(lower, upper)) lift_out(lower, upper);
+    } catch (...) {
+      segments_.pop_back();
+      throw;
+    }
     // The directory cells of the old segment are one run; its upper half now names the new one.
     const size_t run = size_t{1} << (directory_bits_ - lower.depth);
     const size_t first = upper.first_spot >> (64 - directory_bits_);
@@ -509,7 +525,7 @@ class IdTable {
   // Splits bucket by bucket, where tags still say enough of every spot and both halves will hold what they
   // get.
   bool split_evenly(Segment& lower, Segment& upper) {
-    if (lower.memory.pages() != kSegmentPages || is_stale(lower, lower.group_end() + 1)) return false;
+    if (lower.pages() != kSegmentPages || is_stale(lower, lower.group_end() + 1)) return false;
     lift_away(lower);
     begin_upper(lower, upper);
     size_t low = 0;
@@ -520,29 +536,34 @@ class IdTable {
     for (const Lifted& away : lifted_) low += away.spot < upper.first_spot ? 1 : 0;
     const size_t half_max = fill_max(buckets_in(kHalfPages), upper.depth);
     if (low > half_max || lower.size - low > half_max) return false;
-    lay_out(upper, kHalfPages);
+    lay_out(upper, zeroed(kHalfPages));
     const uint32_t half = lower.count / 2;
     lower.depth = upper.depth;
     shape(lower, kHalfPages);
     deal_out(lower.buckets() + half, half, upper);
     deal_out(lower.buckets(), half, lower);
     put_lifted(lower, upper);
-    resize(lower, kHalfPages);
+    cut(lower, kHalfPages);
     return true;
   }
 
   // Splits entry by entry, whatever they are.
   void lift_out(Segment& lower, Segment& upper) {
-    const size_t pages = lower.memory.pages();
-    const std::span<const Lifted> lifted = lift_for(lower, lower.group_end() + 1);
+    const size_t pages = lower.pages();
+    const unsigned group_end = lower.group_end() + 1;
+    const bool has_stale_tags = is_stale(lower, group_end);
+    lift(lower, has_stale_tags);
     begin_upper(lower, upper);
     const size_t low =
-        static_cast<size_t>(std::count_if(lifted.begin(), lifted.end(), [&upper](const Lifted& entry) {
+        static_cast<size_t>(std::count_if(lifted_.begin(), lifted_.end(), [&upper](const Lifted& entry) {
           return entry.spot < upper.first_spot;
         }));
-    lay_out(upper, pages_after_split(lifted.size() - low, upper.depth, pages));
+    Pages for_upper = zeroed(pages_after_split(lifted_.size() - low, upper.depth, pages));
+    Pages for_lower = zeroed(pages_after_split(low, upper.depth, pages));
+    if (has_stale_tags) lower.tag_from = upper.tag_from = static_cast<uint8_t>(group_end);
     lower.depth = upper.depth;
-    lay_out(lower, pages_after_split(low, lower.depth, pages));
+    lay_out(upper, std::move(for_upper));
+    lay_out(lower, std::move(for_lower));
     put_lifted(lower, upper);
   }
 
@@ -582,16 +603,9 @@ class IdTable {
     return group_end > segment.tag_from + kStaleBitsMax;
   }
 
-  // A copy of the segment's entries, with spots that tell enough for a layout in which so many bits lead to
-  // the group. Makes the tags fresh where they would not.
-  std::span<const Lifted> lift_for(Segment& segment, unsigned group_end) {
-    const bool read_keys = is_stale(segment, group_end);
-    if (read_keys) segment.tag_from = static_cast<uint8_t>(group_end);
-    return lift(segment, read_keys);
-  }
-
-  // With whole spots where `read_keys`, else with what is known of them.
-  std::span<const Lifted> lift(const Segment& segment, bool read_keys) {
+  // A copy of the segment's entries into lifted_: with whole spots where `read_keys`, else with what is known
+  // of them.
+  void lift(const Segment& segment, bool read_keys) {
     constexpr size_t kAhead = 16;
     std::vector<Lifted>& lifted = lifted_;
     lifted.resize(segment.size);
@@ -610,7 +624,6 @@ class IdTable {
       if (read_keys && i + kAhead < lifted.size()) key_of_.prefetch(lifted[i + kAhead].id);
       if (read_keys || lifted[i].spot == kUnknown) lifted[i].spot = bend(key_of_(lifted[i].id));
     }
-    return lifted;
   }
 
   // Only the entries that are not in their own buckets; room for all. Each went by every bucket from its own
@@ -649,19 +662,34 @@ class IdTable {
       if (away.spot == kUnknown) away.spot = bend(key_of_(away.id));
   }
 
-  // Gives the segment `pages` pages with nothing in them.
-  void lay_out(Segment& segment, size_t pages) {
+  // Throws std::bad_alloc.
+  static Pages zeroed(size_t pages) {
+    Pages fresh;
+    fresh.renew(pages);
+    return fresh;
+  }
+  // Gives the segment these pages, with nothing in them.
+  void lay_out(Segment& segment, Pages fresh) noexcept {
+    page_bytes_ += fresh.bytes();
     page_bytes_ -= segment.memory.bytes();
-    segment.memory.renew(pages);
-    page_bytes_ += segment.memory.bytes();
+    const size_t pages = fresh.pages();
+    segment.memory = std::move(fresh);
     shape(segment, pages);
   }
-
-  // Keeps what is in them.
-  void resize(Segment& segment, size_t pages) {
-    page_bytes_ -= segment.memory.bytes();
-    segment.memory.resize(pages);
-    page_bytes_ += segment.memory.bytes();
+  // Keeps what is in them. After a cut that failed there are enough already.
+  void extend(Segment& segment, size_t pages) {
+    const size_t before = segment.memory.bytes();
+    if (pages > segment.memory.pages()) segment.memory.resize(pages);
+    page_bytes_ += segment.memory.bytes() - before;
+  }
+  void cut(Segment& segment, size_t pages) noexcept {
+    const size_t before = segment.memory.bytes();
+    try {
+      segment.memory.resize(pages);
+    } catch (const std::bad_alloc&) {
+      return;  // the system is out of mappings: the pages stay
+    }
+    page_bytes_ -= before - segment.memory.bytes();
   }
 
   static void shape(Segment& segment, size_t pages) {

@@ -71,6 +71,7 @@ class IdTable {
 
   void prefetch(uint64_t key) const { prefetch(spot_of(key)); }
   void prefetch(Spot spot) const { prefetch(home_of(spot)); }
+
   // The number of a record with this key, kNoBlock when there is none.
   BlockId find(uint64_t key) const { return find(key, spot_of(key)); }
   BlockId find(uint64_t key, Spot spot) const {

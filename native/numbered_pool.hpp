@@ -12,7 +12,6 @@
 // A Record is trivially copyable and, when it is free, all zero behind its first 4 bytes.
 #pragma once
 
-#include <cassert>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -87,8 +86,18 @@ class NumberedPool {
     }
   }
 
-  // The first number of the next chunk.
-  static RecordId chunk_after(RecordId id) { return (id / kChunk + 1) * kChunk; }
+  // From number `cursor` on (0 at first), until `visit(id, record)` says that it has had enough: free records
+  // too, and null for a whole chunk that is not in memory. True when there is no more. The visit may free.
+  template <class Visit>  // bool(RecordId, Record*)
+  bool walk(uint64_t& cursor, Visit visit) const {
+    while (cursor < end()) {
+      const auto id = static_cast<RecordId>(cursor);
+      Record* const record = peek(id);
+      cursor = record == nullptr ? chunk_after(id) : id + 1;
+      if (!visit(id, record)) return false;
+    }
+    return true;
+  }
 
  private:
   static constexpr uint32_t kNone = UINT32_MAX;
@@ -102,6 +111,9 @@ class NumberedPool {
     uint32_t live = 0;
     bool is_open = false;  // listed in open_
   };
+
+  // The first number of the next chunk.
+  static RecordId chunk_after(RecordId id) { return (id / kChunk + 1) * kChunk; }
 
   // Number 0 means no record: the first place of the first chunk is never given out.
   static uint32_t capacity(uint32_t number) { return number == 0 ? kChunk - 1 : kChunk; }

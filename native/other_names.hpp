@@ -8,8 +8,6 @@
 // Cost: 20 bytes a record and about 8 in the table.
 #pragma once
 
-#include <algorithm>
-#include <cassert>
 #include <new>
 
 #include "holder_sets.hpp"
@@ -93,29 +91,22 @@ class OtherNames {
   template <class Visit>
   bool walk(uint64_t& cursor, Visit visit) const {
     constexpr size_t kPassedOverMax = 65'536;
-    for (size_t passed_over = 0; cursor < pool_.end();) {
-      const OtherName* const name = pool_.peek(static_cast<OtherNameId>(cursor));
-      cursor = name == nullptr ? Pool::chunk_after(static_cast<OtherNameId>(cursor)) : cursor + 1;
-      if (name == nullptr || name->owners == kEmptySet) {
-        if (++passed_over == kPassedOverMax) return false;
-      } else if (!visit(*name)) {
-        return false;
-      }
-    }
-    return true;
+    size_t passed_over = 0;
+    return pool_.walk(cursor, [&](OtherNameId, const OtherName* name) {
+      if (name == nullptr || name->owners == kEmptySet) return ++passed_over < kPassedOverMax;
+      return static_cast<bool>(visit(*name));
+    });
   }
 
-  // Erases those that `keep(name)` does not keep, looking at about `visits_max` records from `cursor` on;
-  // returns how many that were. What it does not keep has no owners any more.
+  // Erases those that `keep(name)` does not keep, looking at about `visits_max` records (1 at least) from
+  // `cursor` on; returns how many that were. What it does not keep has no owners any more.
   template <class Keep>
   size_t sweep(uint64_t& cursor, bool& done, size_t visits_max, Keep keep) {
     size_t visits = 0;
-    for (; cursor < pool_.end() && visits < visits_max; ++visits) {
-      const auto id = static_cast<OtherNameId>(cursor);
-      OtherName* const name = pool_.peek(id);
-      cursor = name == nullptr ? Pool::chunk_after(id) : cursor + 1;
+    pool_.walk(cursor, [&](OtherNameId id, OtherName* name) {
       if (name != nullptr && name->owners != kEmptySet && !keep(*name)) erase(id);
-    }
+      return ++visits < visits_max;
+    });
     done = cursor >= pool_.end();
     return visits;
   }

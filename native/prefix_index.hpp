@@ -503,19 +503,14 @@ template <class Visit>
 bool PrefixIndex::walk_names(NameCursor& cursor, Visit visit) const {
   constexpr size_t kPassedOverMax = 65'536;
   size_t passed_over = 0;
-  while (!cursor.in_others) {
-    const BlockId id = static_cast<BlockId>(cursor.at);
-    if (id >= pool_.end()) {
-      cursor = {0, true};
-      break;
-    }
-    const BlockRecord* const record = pool_.peek(id);
-    cursor.at = record == nullptr ? BlockPool::chunk_after(id) : id + 1;
-    if (record == nullptr || record->holders == kEmptySet || record->owners == kEmptySet) {
-      if (++passed_over == kPassedOverMax) return false;
-    } else if (!visit(listed(*record))) {
-      return false;
-    }
+  if (!cursor.in_others) {
+    const bool is_over = pool_.walk(cursor.at, [&](BlockId, const BlockRecord* record) {
+      if (record == nullptr || record->holders == kEmptySet || record->owners == kEmptySet)
+        return ++passed_over < kPassedOverMax;
+      return static_cast<bool>(visit(listed(*record)));
+    });
+    if (!is_over) return false;
+    cursor = {0, true};
   }
   return other_names_.walk(cursor.at, [&](const OtherName& name) { return visit(listed(name)); });
 }

@@ -191,17 +191,10 @@ void PrefixIndex::sweep_contexts(Swept& swept, Stage next, Slice slice) {
 // The records from `sweep_cursor_` on, used or not.
 size_t PrefixIndex::sweep_records(Tick now, size_t visits_max, Swept& swept) {
   size_t visits = 0;
-  BlockId id = static_cast<BlockId>(sweep_cursor_);
-  for (; id < pool_.end() && visits < visits_max; ++visits) {
-    const BlockRecord* const record = pool_.peek(id);
-    if (record == nullptr) {
-      id = BlockPool::chunk_after(id);
-      continue;
-    }
-    if (record->holders != kEmptySet) clean_record(id, now, swept);
-    ++id;
-  }
-  sweep_cursor_ = id;
+  pool_.walk(sweep_cursor_, [&](BlockId id, const BlockRecord* record) {
+    if (record != nullptr && record->holders != kEmptySet) clean_record(id, now, swept);
+    return ++visits < visits_max;
+  });
   return visits;
 }
 

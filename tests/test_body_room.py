@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.test_connections import read_all, read_head_and_body, wire_to
-from tests.test_serving import DEADLINE_S, connected, serving
+from tests.test_serving import DEADLINE_S, metric, serving
 
 ROOM_BYTES = 100_000
 MATCH = json.dumps({"model": "m", "token_ids": list(range(16))}).encode()
@@ -34,12 +33,7 @@ def port() -> Iterator[int]:
 
 
 def figure(port: int, name: str) -> int:
-    with connected(port) as connection:
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-    found = re.search(rf"^kvindexer_bodies_{name} (\d+)", text, re.MULTILINE)
-    assert found, name
-    return int(found[1])
+    return metric(port, f"kvindexer_bodies_{name}")
 
 
 def wait_for_bytes(port: int, least: int, most: int) -> None:

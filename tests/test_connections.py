@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.test_serving import DEADLINE_S, connected, serving
+from tests.test_serving import DEADLINE_S, connected, metric, serving
 
 HEAD = b"POST /v1/match HTTP/1.1\r\nHost: indexer\r\nContent-Type: application/json\r\n"
 BODY = b'{"model":"m","token_ids":[1,2,3]}'
@@ -64,12 +64,7 @@ def read_head_and_body(wire: socket.socket) -> tuple[int, bytes]:
 
 
 def count(port: int, name: str) -> int:
-    with connected(port) as connection:
-        connection.request("GET", "/metrics")
-        text = connection.getresponse().read().decode()
-    found = re.search(rf"^kvindexer_connections_{name}_total (\d+)", text, re.MULTILINE)
-    assert found, name
-    return int(found[1])
+    return metric(port, f"kvindexer_connections_{name}_total")
 
 
 def trickle(wire: socket.socket, piece: bytes) -> None:

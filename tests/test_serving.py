@@ -59,6 +59,15 @@ def connected(port: int) -> Iterator[http.client.HTTPConnection]:
         yield connection
 
 
+def metric(port: int, name: str) -> int:
+    with connected(port) as connection:
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+    found = re.search(rf"^{name} (\d+)", text, re.MULTILINE)
+    assert found, name
+    return int(found[1])
+
+
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
     with serving("serve", "--port", "0", "--body-bytes-max", "65536") as (_, port):

@@ -196,12 +196,10 @@ class IdTable {
     }
   }
 
-  // Gives back the memory of at most `segments_max` segments after `drop(id)` for each of their entries.
-  // Returns true when nothing is left. For a table that is not used any more.
-  template <class Drop>
-  bool dismantle(size_t segments_max, Drop drop) {
+  // Gives back the memory of at most `segments_max` segments. Returns true when nothing is left. For a table
+  // that is not used any more.
+  bool dismantle(size_t segments_max) {
     while (segments_max-- > 0 && !segments_.empty()) {
-      for_each_in(segments_.back(), drop);
       size_ -= segments_.back().size;
       page_bytes_ -= segments_.back().memory.bytes();
       segments_.pop_back();

@@ -74,12 +74,12 @@ class MatchWalk {
       const size_t ahead = in_order ? block + 1 : std::min(blocks, block + kAhead);
       for (; hashed < ahead; ++hashed) {
         ring[hashed % kAhead] = hashes.next();
-        if (!in_order) context.prefixes.prefetch(ring[hashed % kAhead]);
+        if (!in_order) context.listed.prefetch(ring[hashed % kAhead]);
       }
       const uint64_t prefix = ring[block % kAhead];
       const BlockId neighbour = context.behind(sets_, id, prefix);
       in_order = block == 0 || neighbour != kNoBlock;
-      id = neighbour != kNoBlock ? neighbour : context.prefixes.find(prefix);
+      id = neighbour != kNoBlock ? neighbour : context.listed.find(prefix);
       BlockRecord* const record = id == kNoBlock ? nullptr : &context.pool[id];
       const SetId here = record == nullptr || record->is_expired(now, ttl_) ? kEmptySet : record->holders;
       if (here != set) {

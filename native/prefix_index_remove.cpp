@@ -35,6 +35,7 @@ size_t PrefixIndex::remove_run(Removal& removal, std::span<const uint64_t> engin
   if (removal.step == 0 || !removal.slot) return 0;
   struct Ahead {
     uint64_t prefix, key;
+    bool follows;
     PrefixTable::Spot in_prefixes;
     NameTable::Spot in_names;
   };
@@ -58,6 +59,7 @@ size_t PrefixIndex::remove_run(Removal& removal, std::span<const uint64_t> engin
       const SetId left = sets_.without(holders, *removal.slot);
       step.lead_to(left, left == kEmptySet ? kEmptySet : sets_.without(owners, *removal.slot));
     }
+    if (step.holders() == kEmptySet) list_behind(context, id);
     touch(key);
     step.take();
     --slot.blocks;
@@ -77,18 +79,20 @@ size_t PrefixIndex::remove_run(Removal& removal, std::span<const uint64_t> engin
         Ahead& next = ring[fetched % ring.size()];
         next.key = mix64(engine_hashes[fetched]);
         next.prefix = far == nullptr ? 0 : far->prefix;
+        next.follows = far != nullptr && far->follows;
         next.in_prefixes = PrefixTable::spot_of(next.prefix);
         next.in_names = NameTable::spot_of(next.key);
       }
       for (size_t i = first; i < fetched; ++i) {
-        context.prefixes.prefetch(ring[i % ring.size()].in_prefixes);
+        if (!ring[i % ring.size()].follows) context.listed.prefetch(ring[i % ring.size()].in_prefixes);
         names_.prefetch(ring[i % ring.size()].in_names);
       }
     }
     const Ahead& mine = ring[at % ring.size()];
     if (record->is_plain) contents_.died(context.id, mine.prefix);
-    context.prefixes.erase(mine.in_prefixes, id);
+    if (!record->follows) context.listed.erase(mine.in_prefixes, id);
     names_.erase(mine.in_names, id);
+    --context.records;
     pool_.free(id);
   }
   return at;
@@ -108,7 +112,7 @@ size_t PrefixIndex::remove_renamed(Removal& removal, std::span<const uint64_t> e
     if (record == nullptr || record->holders == kEmptySet || record->name == key) break;
     prefetch_names(engine_hashes, false, at, fetched);
     if (record->is_expired(now, limits_.ttl) || is_counted(context, key, record->prefix)) break;
-    const OtherNameId other = find_other(context, key, record->prefix);
+    const OtherNameId other = find_other(key, id);
     if (other == kNoOtherName) break;
     const SetId owners = other_names_[other].owners;
     if (!sets_.contains(owners, *removal.slot)) break;
@@ -152,7 +156,8 @@ void PrefixIndex::prefetch_removal(const Removal& removal, std::span<const uint6
   if (3 * kAhead < engine_hashes.size()) names_.prefetch(mix64(engine_hashes[3 * kAhead]));
   if (const BlockId id = likely(2 * kAhead); id != kNoBlock) pool_.prefetch(id);
   if (removal.context == nullptr) return;
-  if (const BlockId id = likely(kAhead); id != kNoBlock) removal.context->prefixes.prefetch(pool_[id].prefix);
+  if (const BlockId id = likely(kAhead); id != kNoBlock && !pool_[id].follows)
+    removal.context->listed.prefetch(pool_[id].prefix);
 }
 
 // The names of this key that the place's slots own, in every context. Engines remove neighbours together,
@@ -184,7 +189,7 @@ uint64_t PrefixIndex::remove_name(Removal& removal, uint64_t key, Tick now) {
   find_targets(removal, key);
   uint64_t removed = 0;
   for (auto [context, slot, name] : targets_) {
-    const BlockId id = record_of(*context, name);
+    const BlockId id = record_of(name);
     const bool held = holds(slot, id, now);
     const uint64_t more = copies_.get(key, context->id, slot);
     touch(key);

@@ -543,6 +543,12 @@ class PrefixIndex:
             raise InvalidInput(f"a speculative entry must live at least {TICK_MS} ms", field="ttl_s")
         return self._core.add_speculative(context, source, prefix_hashes, ttl_ticks, now)
 
+    def list_all(self, visits_max: int) -> bool:
+        """Looks at about so many entries and makes them findable by their hash alone; True when all are, as new ones
+        will be. `holdings`, `holders`, `store_prefixes`, `store_hashed` and imports need that, and do what is left of it
+        at once: 40 ms for a million blocks."""
+        return self._core.list_all(visits_max)
+
     def holdings(self, context: int, prefix_hashes: bytes, now: int) -> list[Holding]:
         packed = self._core.holdings(context, prefix_hashes, now)
         return [Holding(*row) for row in _HOLDING.iter_unpack(packed)]

@@ -356,6 +356,7 @@ class PrefixIndex {
 
   // prefix_index_remove.cpp
   size_t remove_run(Removal& removal, std::span<const uint64_t> engine_hashes, Tick now);
+  void empty_run(Removal& removal, HolderStep& step, std::span<const uint64_t> engine_hashes);
   size_t remove_renamed(Removal& removal, std::span<const uint64_t> engine_hashes, Tick now);
   bool is_counted(Context& context, uint64_t key, uint64_t prefix);
   void find_targets(Removal& removal, uint64_t key);

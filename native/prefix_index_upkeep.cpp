@@ -195,14 +195,11 @@ void PrefixIndex::sweep_contexts(Swept& swept, Stage next, Slice slice) {
   sweep_cursor_ = 0;
 }
 
-// The records from `sweep_cursor_` on, used or not.
+// The records from `sweep_cursor_` on, used or not; those that follow others go before these.
 size_t PrefixIndex::sweep_records(Tick now, size_t visits_max, Swept& swept) {
-  size_t visits = 0;
-  pool_.walk(sweep_cursor_, [&](BlockId id, const BlockRecord* record) {
-    if (record != nullptr && record->holders != kEmptySet) clean_record(id, now, swept);
-    return ++visits < visits_max;
+  return pool_.walk_back(sweep_cursor_, visits_max, [&](BlockId id, const BlockRecord& record) {
+    if (record.holders != kEmptySet) clean_record(id, now, swept);
   });
-  return visits;
 }
 
 void PrefixIndex::clean_record(BlockId id, Tick now, Swept& swept) {

@@ -35,7 +35,7 @@ from app.owners import Owners
 from app.queries import Queries
 from app.registry import Registry
 
-_LISTED_A_SLICE = 8192  # blocks: half a millisecond
+_LISTED_A_SLICE = 4096  # blocks: 0.3 ms
 _NOTHING = FuzzyAnswer((), (), (), ())
 
 

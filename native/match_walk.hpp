@@ -1,11 +1,13 @@
 // One walk along the blocks of a prompt: how deep does every source hold it, on which tiers?
 //
-// Most chains lie in neighbouring records (block_pool.hpp), so the block after a found one is looked for
-// there and the hash table is not asked. Where that fails, hashing runs kAhead blocks before probing, so that
-// the cache misses of the probes lie in the shadow of the hash chain (of 8, 16 and 24 blocks, 8 was
-// fastest: 11.1, 12.1 and 12.3 us for 256 blocks of which each is probed, in an index of 2M). Depths are
-// followed by the symmetric difference between the holder sets of neighbouring blocks, which is nearly always
-// empty: a walk costs the same with one holder and with a thousand.
+// Most chains lie in neighbouring records (numbered_pool.hpp), so the block after a found one is looked for
+// there and the hash table is not asked; one that follows its parent's record is found in no other way.
+// Hashes that are no chain, each on the one before it, may so be missed. Where there is no neighbour, hashing
+// runs kAhead blocks before probing, so that the cache misses of the probes lie in the shadow of the hash
+// chain (of 8, 16 and 24 blocks, 8 was fastest: 11.1, 12.1 and 12.3 us for 256 blocks of which each is
+// probed, in an index of 2M). Depths are followed by the symmetric difference between the holder sets of
+// neighbouring blocks, which is nearly always empty: a walk costs the same with one holder and with a
+// thousand.
 #pragma once
 
 #include <algorithm>

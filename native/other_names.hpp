@@ -1,5 +1,6 @@
 // The names of prefixes whose records carry another engine's name already, as in a fleet where every engine
-// draws a seed of its own: engine hash -> prefix hash, and the slots that name it so. Sources whose engines
+// draws a seed of its own: engine hash -> record, and the slots that name it so. A name may outlive its
+// prefix: 36 bits of that tell whether the record is still the one that was meant. Sources whose engines
 // agree share one.
 //
 // Why not beside the records: how many names a prefix has is anybody's guess. Names that came together lie in

@@ -3,9 +3,10 @@
 //
 // Tables.
 //   records      block_pool.hpp: prefix hash, holders, last seen and one name             28 bytes an entry
-//   prefixes     id_table.hpp, one a context: prefix hash -> record                        about 8 bytes
+//   listed       id_table.hpp, one a context: prefix hash -> record, of those that do not follow the record
+//                before them                                                               about 8 bytes
 //   names        id_table.hpp: engine hash -> records that carry it                        about 8 bytes
-//   other names  other_names.hpp: engine hash -> prefix hash, set of slots that name it so, where the record
+//   other names  other_names.hpp: engine hash -> record, set of slots that name it so, where the record
 //                carries another engine's name already                                   about 28 bytes
 //   copies       one: (engine hash, slot) -> copies beyond the first                       nearly empty
 //   aliases      one: (prefix, slot) -> names beyond the first                             nearly empty
@@ -18,6 +19,13 @@
 //
 // Blocks that came together lie in neighbouring records, so that storing, removing and matching them again
 // finds the next one without a table. Whoever relies on that checks the record that it finds there.
+//
+// A record whose parent, the block before it in its chain, lies in the record before it is not even listed:
+// it `follows`. Nobody needs it but by way of its parent, as long as everybody comes along the chain, and so
+// half of what a new block costs in tables is saved. Before a parent goes, what follows it is listed. Whoever
+// has a prefix hash and no chain has all records listed first (`list_all`), and from then on new ones are at
+// once. Invariant: a record that follows has its parent's record before it; so where a record is known to
+// have no parent, or the parent's record is known, `Context::find_child` is the whole truth.
 //
 // One limit is known and accepted: a slot names one prefix by two engine hashes (vLLM before 0.17 hides the
 // cache salt), the prefix expires, and is stored again by one of them before a sweep has met the other. Then

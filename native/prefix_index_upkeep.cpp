@@ -11,6 +11,7 @@ constexpr size_t kSample = 1024;       // entries whose age is looked at to find
 constexpr size_t kEvictionsMax = 64;   // in one go
 constexpr size_t kEvictRun = 32;       // records in a row that are looked at for one that may go
 constexpr size_t kEvictJumpsMax = 64;  // in vain, until the age is chosen anew
+constexpr Tick kListedFor = 6'000;     // behind the last question by a hash alone: ten minutes
 constexpr uint64_t kRunSample = 256;
 constexpr size_t kGraveVisits = 4096;  // what taking one segment apart counts for
 
@@ -66,11 +67,11 @@ void PrefixIndex::evict(Context& context) {
   statistics_.evicted += evicted;
 }
 
-// Of any run of records, one of the first kRunSample.
+// Any that is listed, or one of the next kRunSample behind it.
 BlockId PrefixIndex::some_record(const Context& context) {
   const uint64_t random = mix64(random_ += 0x9E3779B97F4A7C15u);
   BlockId id = context.listed.some(random);
-  for (uint64_t further = random % kRunSample; further != 0 && is_followed(id); --further) ++id;
+  for (uint64_t further = random % kRunSample; further != 0 && is_unlisted(id + 1); --further) ++id;
   return id;
 }
 
@@ -79,7 +80,7 @@ void PrefixIndex::choose_victims(Context& context) {
   if (context.records <= kSample) {
     context.listed.for_each([&](BlockId id) {
       seen.emplace_back(Tick{pool_[id].last_seen}, id);
-      for (; is_followed(id); ++id) seen.emplace_back(Tick{pool_[id + 1].last_seen}, id + 1);
+      for (; is_unlisted(id + 1); ++id) seen.emplace_back(Tick{pool_[id + 1].last_seen}, id + 1);
     });
   } else {
     for (size_t i = 0; i < kSample; ++i) {
@@ -100,6 +101,10 @@ Swept PrefixIndex::sweep(Tick now, size_t visits_max) {
   Swept swept;
   orphans_.expire(now, limits_.ttl);
   if (!in_pass_) {
+    if (lists_all_ && !limits_.lists_all && now - asked_by_hash_ >= kListedFor) {
+      lists_all_ = false;
+      remains_ = true;  // what is listed and need not be
+    }
     if (!remains_ && limits_.ttl == 0 && marks_ == 0) {
       swept.pass_done = true;
       return swept;
@@ -198,15 +203,19 @@ void PrefixIndex::sweep_contexts(Swept& swept, Stage next, Slice slice) {
 // The records from `sweep_cursor_` on, used or not; those that follow others go before these.
 size_t PrefixIndex::sweep_records(Tick now, size_t visits_max, Swept& swept) {
   return pool_.walk_back(sweep_cursor_, visits_max, [&](BlockId id, const BlockRecord& record) {
-    if (record.holders != kEmptySet) clean_record(id, now, swept);
+    if (record.holders == kEmptySet) return;
+    if (!lists_all_ && record.follows && record.is_listed)
+      if (Context* const context = find_context(sets_.context(record.holders))) unlist(*context, id);
+    clean_record(id, now, swept);
   });
 }
 
 void PrefixIndex::clean_record(BlockId id, Tick now, Swept& swept) {
   BlockRecord& record = pool_[id];
   Context* const context = find_context(sets_.context(record.holders));
-  if (context == nullptr) {                              // dropped
-    if (is_followed(id)) pool_[id + 1].follows = false;  // nothing follows a record that is not there
+  if (context == nullptr) {  // dropped
+    if (BlockRecord* const next = pool_.peek(id + 1); next != nullptr)
+      next->follows = false;  // nothing follows a record that is not there
     unname(id);
     sets_.release(record.holders);
     pool_.free(id);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from collections.abc import Callable
 
@@ -101,7 +102,7 @@ MakeFleet = Callable[..., Fleet]
 @pytest.fixture(params=[ReferenceIndex, PrefixIndex], ids=["oracle", "native"])
 def make_fleet(request: pytest.FixtureRequest) -> MakeFleet:
     def make(**limits: int) -> Fleet:
-        return Fleet(request.param(IndexLimits(**{"ttl_ticks": TTL, **limits})))
+        return Fleet(request.param(dataclasses.replace(IndexLimits(ttl_ticks=TTL), **limits)))
 
     return make
 

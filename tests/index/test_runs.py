@@ -13,6 +13,7 @@ import pytest
 
 from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
 from app.index.prefix_index import IndexLimits, PrefixIndex
+from tests.index.exporting import export_frames
 
 BLOCK_SIZE = 2
 MODELS = ("a", "b", "c")
@@ -46,7 +47,9 @@ class Runs:
         self.grown = dict.fromkeys(self.prompts, 0)
 
     def context(self) -> int:
-        return self.index.context(self.r.choice(MODELS[: self.r.choice([1, 1, 3])]), None, BLOCK_SIZE, self.now)
+        return self.index.context(
+            self.r.choice(MODELS[: self.r.choice([1, 1, 3])]), None, BLOCK_SIZE, self.now
+        )
 
     def store(self, pod: int, path: Path, begin: int, end: int) -> None:
         hashes = [engine_hash(SEEDS[pod], path[: i + 1]) for i in range(begin, end)]
@@ -64,9 +67,11 @@ class Runs:
 
     def step(self) -> None:
         pod, path = self.r.randrange(len(SEEDS)), self.r.choice(self.prompts)
-        kind = self.r.randrange(20)
+        kind = self.r.randrange(22)
         if kind < 6:
-            begin = self.r.choice([0, 0, self.r.randrange(len(path))])  # not always behind a block that is there
+            begin = self.r.choice(
+                [0, 0, self.r.randrange(len(path))]
+            )  # not always behind a block that is there
             self.store(pod, path, begin, self.r.randint(begin + 1, len(path)))
         elif kind < 12:  # decoding: some more blocks of one prompt, then of another
             begin = self.grown[path] % len(path)
@@ -79,8 +84,12 @@ class Runs:
             self.now += self.r.choice([1, 5, 39])
         elif kind == 18:
             self.index.sweep(self.now, self.r.choice([1, 20, 500]))
-        else:
+        elif kind == 19:
             self.index.clear(self.sources[pod], tier=self.r.choice([None, 0]))
+        elif kind == 20:  # something is asked by its hash alone, or nothing is for long
+            self.index.list_all(self.r.choice([1, 50, 5000]), self.now)
+        else:
+            self.now += self.r.choice([0, 0, 0, 6000])
 
     def remove(self, pod: int, path: Path) -> None:
         begin = self.r.randrange(len(path))
@@ -115,7 +124,9 @@ class Runs:
                 prefixes = self.prefixes(info.model, path)
                 expected = {}
                 for source, names in of_context.items():
-                    depth = next((i for i, prefix in enumerate(prefixes) if prefix not in names), len(prefixes))
+                    depth = next(
+                        (i for i, prefix in enumerate(prefixes) if prefix not in names), len(prefixes)
+                    )
                     if depth:
                         expected[source] = depth
                 rows = self.index.match_tokens(info.id, token_bytes(path), None, self.now)
@@ -131,9 +142,7 @@ class Runs:
                     expected = {source for source, names in of_context.items() if prefix in names}
                     found = {source for source, *_ in self.index.holders(info.id, prefix, self.now)}
                     assert found == expected
-        for _ in range(2):  # the pass under way, and a whole one
-            while not self.index.sweep(self.now, 10_000).idle:
-                pass
+        sweep_all(self.index, self.now)
         named = sum(len(set().union(*of_context.values())) for of_context in held.values())
         assert self.index.stats().prefixes == named
 
@@ -150,16 +159,15 @@ def test_each_is_found_once(seed: int) -> None:
         if i % 10 == 0:
             runs.check_matches()
     runs.check_matches()
-    while not runs.index.list_all(7):  # while more comes and goes
+    while not runs.index.list_all(7, runs.now):  # while more comes and goes
         runs.step()
     runs.check_matches()
     runs.check_each()
 
 
-def test_to_be_listed_takes_memory_only_when_asked_for() -> None:
-    blocks = 100_000
+def long_chain(blocks: int) -> tuple[PrefixIndex, int, Path]:
     path = tuple(range(blocks))
-    index = PrefixIndex(IndexLimits())
+    index = PrefixIndex(IndexLimits(ttl_ticks=0))
     context = index.context("m", None, BLOCK_SIZE, 0)
     index.store(
         index.add_source(),
@@ -172,10 +180,50 @@ def test_to_be_listed_takes_memory_only_when_asked_for() -> None:
         extra_keys=None,
         now=0,
     )
+    return index, context, path
+
+
+def sweep_all(index: PrefixIndex, now: int) -> None:
+    for _ in range(2):  # the pass under way, and a whole one
+        while not index.sweep(now, 2048).idle:
+            pass
+
+
+BLOCKS = 100_000
+
+
+def test_to_be_listed_takes_memory_only_while_it_is_asked_for() -> None:
+    index, context, path = long_chain(BLOCKS)
     before = index.stats().bytes
     slices = 1
-    while not index.list_all(1000):
+    while not index.list_all(1000, 0):
         slices += 1
-    assert slices >= blocks // 1000
-    assert index.stats().bytes - before > 7 * blocks
-    assert index.list_all(1)
+    assert slices >= BLOCKS // 1000
+    assert index.stats().bytes - before > 7 * BLOCKS
+    assert index.list_all(1, 0)
+    sweep_all(index, 5_999)
+    assert index.stats().bytes - before > 7 * BLOCKS
+    sweep_all(index, 6_000)
+    assert index.stats().bytes - before < BLOCKS
+    [row] = index.match_tokens(context, token_bytes(path), None, 6_000)
+    assert row.tiers[0] == BLOCKS
+
+
+def test_a_snapshot_keeps_what_follows_what() -> None:
+    index, context, path = long_chain(BLOCKS)
+    writing = index.start_export()
+    frames = export_frames(writing, writing.claims, 3_000, lambda: None)
+    writing.close()
+    fresh = PrefixIndex(IndexLimits(ttl_ticks=0))
+    importing = fresh.start_import(saved_at=0, elapsed=0, now=0)
+    [slot] = index.slots()
+    importing.slot(slot, context=fresh.context("m", None, BLOCK_SIZE, 0), source=fresh.add_source())
+    for frame in frames:
+        assert importing.frame(frame)
+    while not importing.settle(100):
+        pass
+    assert fresh.stats().bytes - index.stats().bytes > 7 * BLOCKS  # all are listed while it is read
+    sweep_all(fresh, 6_000)
+    assert fresh.stats().bytes - index.stats().bytes < BLOCKS
+    [row] = fresh.match_tokens(context, token_bytes(path), None, 6_000)
+    assert row.tiers[0] == BLOCKS

@@ -23,10 +23,10 @@
 // A record whose parent, the block before it in its chain, lies in the record before it is not even listed:
 // it `follows`. Nobody needs it but by way of its parent, as long as everybody comes along the chain, and so
 // half of what a new block costs in tables is saved. Before a parent goes, what follows it is listed. Whoever
-// has a prefix hash and no chain has all records listed first (`list_all`), and new ones at once, until nobody
-// has asked so for ten minutes: then sweeps undo it. Invariant: a record is listed, or its parent's record is
-// the one before it. So where the parent's record is known, or that there is none, `Context::find_child` is the
-// whole truth.
+// has a prefix hash and no chain has all records listed first (`list_all`), and new ones at once, until
+// nobody has asked so for ten minutes: then sweeps undo it. Invariant: a record is listed, or its parent's
+// record is the one before it. So where the parent's record is known, or that there is none,
+// `Context::find_child` is the whole truth.
 //
 // One limit is known and accepted: a slot names one prefix by two engine hashes (vLLM before 0.17 hides the
 // cache salt), the prefix expires, and is stored again by one of them before a sweep has met the other. Then

@@ -140,8 +140,8 @@ uint64_t PrefixIndex::store_frame(Context& context, Frame first, Tick now, bool 
   return stored;
 }
 
-// What was stored for orphans between two blocks of a frame may have taken the record of the block before away:
-// then that has none, as nothing but this frame stores its prefix.
+// What was stored for orphans between two blocks of a frame may have taken the record of the block before
+// away: then that has none, as nothing but this frame stores its prefix.
 void PrefixIndex::renew_parent(Context& context, Frame& frame) {
   if (!frame.is_chain || frame.before == kNoBlock) return;
   const uint64_t parent = frame.next == 0 ? *frame.parent : frame.prefixes[frame.next - 1];

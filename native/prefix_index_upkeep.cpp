@@ -67,9 +67,9 @@ void PrefixIndex::evict(Context& context) {
   statistics_.evicted += evicted;
 }
 
-// Any record of the context, each as likely as the others: all numbers are tried, as most are of a context that
-// is full. One that has few of them makes do with one of the first kRunSample of any run, though runs that are
-// longer than others are met too seldom then.
+// Any record of the context, each as likely as the others: all numbers are tried, as most are of a context
+// that is full. One that has few of them makes do with one of the first kRunSample of any run, though runs
+// that are longer than others are met too seldom then.
 BlockId PrefixIndex::some_record(const Context& context) {
   const auto next_random = [this] { return mix64(random_ += 0x9E3779B97F4A7C15u); };
   for (size_t tries = context.records < pool_.end() / kTries ? 0 : kTries; tries != 0; --tries) {

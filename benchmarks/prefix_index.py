@@ -200,7 +200,9 @@ def main() -> None:
             r.source: r.tiers[0] for r in index.match_tokens(context, work.tokens(chain), None, 5)
         } == expected
     before = index.stats()
-    listing = [time_calls(lambda visits: index.list_all(visits, 5), [4_096]) for _ in range(blocks // 4_096 + 2)]
+    listing = [
+        time_calls(lambda visits: index.list_all(visits, 5), [4_096]) for _ in range(blocks // 4_096 + 2)
+    ]
     assert index.list_all(1, 5), "each is found by its hash alone"
     listed = (index.stats().bytes - before.bytes) / before.prefixes
     print_line(

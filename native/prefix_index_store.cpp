@@ -143,15 +143,14 @@ uint64_t PrefixIndex::store_frame(Context& context, Frame first, Tick now, bool 
 }
 
 // What was stored for orphans between two blocks of a frame may have taken the record of the block before
-// away.
+// away: then that has none, as nothing but this frame stores its prefix.
 void PrefixIndex::renew_parent(Context& context, Frame& frame) {
   if (!frame.is_chain || frame.before == kNoBlock) return;
   const uint64_t parent = frame.next == 0 ? *frame.parent : frame.prefixes[frame.next - 1];
   const BlockRecord* const record = pool_.peek(frame.before);
-  if (record != nullptr && record->prefix == parent && record->holders != kEmptySet &&
-      sets_.context(record->holders) == context.id)
-    return;
-  frame.before = find(context, parent);
+  if (record == nullptr || record->prefix != parent || record->holders == kEmptySet ||
+      sets_.context(record->holders) != context.id)
+    frame.before = kNoBlock;
 }
 
 // Pushes a frame for each orphan that waits for this block, the oldest on top. A block that came without

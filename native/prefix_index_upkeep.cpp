@@ -11,6 +11,7 @@ constexpr size_t kSample = 1024;       // entries whose age is looked at to find
 constexpr size_t kEvictionsMax = 64;   // in one go
 constexpr size_t kEvictRun = 32;       // records in a row that are looked at for one that may go
 constexpr size_t kEvictJumpsMax = 64;  // in vain, until the age is chosen anew
+constexpr size_t kTries = 8;           // to meet a record of the context by chance
 constexpr Tick kListedFor = 6'000;     // behind the last question by a hash alone: ten minutes
 constexpr uint64_t kRunSample = 256;
 constexpr size_t kGraveVisits = 4096;  // what taking one segment apart counts for
@@ -67,9 +68,18 @@ void PrefixIndex::evict(Context& context) {
   statistics_.evicted += evicted;
 }
 
-// Any that is listed, or one of the next kRunSample behind it.
+// Any record of the context, each as likely as the others: all numbers are tried, as most are of a context
+// that is full. One that has few of them makes do with one of the first kRunSample of any run, though runs
+// that are longer than others are met too seldom then.
 BlockId PrefixIndex::some_record(const Context& context) {
-  const uint64_t random = mix64(random_ += 0x9E3779B97F4A7C15u);
+  const auto next_random = [this] { return mix64(random_ += 0x9E3779B97F4A7C15u); };
+  for (size_t tries = context.records < pool_.end() / kTries ? 0 : kTries; tries != 0; --tries) {
+    const auto id = static_cast<BlockId>(next_random() % pool_.end());
+    const BlockRecord* const record = pool_.peek(id);
+    if (record != nullptr && record->holders != kEmptySet && sets_.context(record->holders) == context.id)
+      return id;
+  }
+  const uint64_t random = next_random();
   BlockId id = context.listed.some(random);
   for (uint64_t further = random % kRunSample; further != 0 && is_unlisted(id + 1); --further) ++id;
   return id;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Sequence
 
 import pytest
 
@@ -227,3 +228,133 @@ def test_a_snapshot_keeps_what_follows_what() -> None:
     assert fresh.stats().bytes - index.stats().bytes < BLOCKS
     [row] = fresh.match_tokens(context, token_bytes(path), None, 6_000)
     assert row.tiers[0] == BLOCKS
+
+
+class Prompts:
+    """One pod and its prompts in contexts of blocks of one token; engine hashes come one after the other."""
+
+    def __init__(self, limits: IndexLimits) -> None:
+        self.index = PrefixIndex(limits)
+        self.pod = self.index.add_source()
+        self.named = 0
+
+    def store(
+        self,
+        context: int,
+        token_ids: Sequence[int],
+        hashes: Sequence[int] = (),
+        *,
+        parent: int | None = None,
+        now: int = 0,
+        pod: int | None = None,
+    ) -> Sequence[int]:
+        if not hashes:
+            hashes = range(self.named + 1, self.named + 1 + len(token_ids))
+            self.named += len(token_ids)
+        self.index.store(
+            self.pod if pod is None else pod,
+            context,
+            tier=0,
+            group=0,
+            engine_hashes=struct.pack(f"<{len(hashes)}Q", *hashes),
+            parent=parent,
+            token_ids=struct.pack(f"<{len(token_ids)}I", *token_ids),
+            extra_keys=None,
+            now=now,
+        )
+        return hashes
+
+    def remove(self, hashes: Sequence[int]) -> None:
+        packed = struct.pack(f"<{len(hashes)}Q", *hashes)
+        self.index.remove(self.pod, tier=0, group=0, engine_hashes=packed, now=0)
+
+    def depth(self, context: int, token_ids: Sequence[int], now: int = 0) -> int:
+        packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
+        return max((row.tiers[0] for row in self.index.match_tokens(context, packed, None, now)), default=0)
+
+
+def test_what_followed_a_run_that_was_removed_is_found_when_the_run_comes_back_elsewhere() -> None:
+    prompts = Prompts(IndexLimits())
+    context = prompts.index.context("m", None, 1, 0)
+    hashes = prompts.store(context, range(10))
+    prompts.remove(hashes[3:7])
+    prompts.store(context, range(100, 104))  # takes the room of those that went
+    prompts.store(context, range(3, 7), parent=hashes[2])
+    assert prompts.depth(context, range(10)) == 10
+    assert prompts.index.contexts()[0].prefixes == 14
+
+
+@pytest.mark.parametrize("slices", range(1, 8))
+def test_nothing_follows_what_takes_the_room_of_a_dropped_context(slices: int) -> None:
+    """The sweep stands between two entries of a run, the second of which still lies behind what came in place of the
+    first."""
+    prompts = Prompts(IndexLimits(contexts_max=3))
+    dropped, filler, context = (prompts.index.context(model, None, 1, 0) for model in ("a", "b", "c"))
+    prompts.store(dropped, range(1500))
+    prompts.store(filler, range(545))
+    prompts.store(context, range(2))  # and all the room of a chunk is taken
+    prompts.index.context("d", None, 1, 0)
+    assert dropped not in {info.id for info in prompts.index.contexts()}
+    for _ in range(slices):
+        prompts.index.sweep(0, 10)
+    for hashes in [prompts.store(context, [1000 + i]) for i in range(70)]:
+        prompts.remove(hashes)
+    packed = prompts.index.prefix_hashes("c", None, 1, struct.pack("<2I", 0, 1), None)
+    for prefix in struct.unpack("<2Q", packed):
+        assert prompts.index.holders(context, prefix, 0) == [(prompts.pod, 0, 0)]
+
+
+def test_what_ends_its_parent_by_taking_its_name_is_found_when_that_comes_back() -> None:
+    """The newest block of a name wins, and the number beside the one that its parent had is free."""
+    prompts = Prompts(IndexLimits())
+    context = prompts.index.context("m", None, 1, 0)
+    prompts.store(context, range(100, 162))
+    name = prompts.store(context, [1])
+    prompts.remove(prompts.store(context, [50]))
+    prompts.store(context, [2], name, parent=name[0])
+    assert prompts.depth(context, [1, 2]) == 0
+    prompts.store(context, [1])
+    assert prompts.depth(context, [1, 2]) == 2
+
+
+def test_what_comes_behind_a_parent_that_an_orphan_ended_is_found_when_that_comes_back() -> None:
+    prompts = Prompts(IndexLimits())
+    index, context = prompts.index, prompts.index.context("m", None, 1, 0)
+    prompts.store(context, range(500, 510))
+    prompts.store(context, [7], [12], parent=12)  # takes the name of what it waits for
+    prompts.store(context, [1, 2, 3], [11, 12, 13])
+    assert prompts.depth(context, [1, 2, 3]) == 1
+    prompts.store(context, [2], [14], parent=11)
+    assert prompts.depth(context, [1, 2, 3]) == 3
+    assert prompts.depth(context, [1, 2, 7]) == 3
+    before = index.stats().bytes
+    prompts.store(context, range(1_000, 9_000))
+    taken = index.stats().bytes - before
+    assert taken < 8_000 * 40, "what comes later still follows"
+
+
+def test_a_name_does_not_mean_what_took_the_room_of_its_block() -> None:
+    prompts = Prompts(IndexLimits(ttl_ticks=10))
+    index, context = prompts.index, prompts.index.context("m", None, 1, 0)
+    other = index.add_source()
+    prompts.store(context, [1], [11])
+    prompts.store(context, [1], [12], pod=other)  # beside the one that the entry carries
+    assert index.sweep(10, 2_048).expired == 1  # and stops before the other names
+    prompts.store(context, [2], [13], now=10, pod=other)
+    packed = struct.pack("<Q", 12)
+    assert index.remove(other, tier=0, group=0, engine_hashes=packed, now=10).unknown_blocks == 1
+    assert prompts.depth(context, [2], now=10) == 1
+
+
+def test_old_runs_go_before_single_blocks_that_are_younger() -> None:
+    """Whatever shares an entry of the table with many others is as likely to be looked at as what has one of its own."""
+    capacity, length = 16_000, 250
+    prompts = Prompts(IndexLimits(ttl_ticks=0, prefixes_per_context_max=capacity))
+    context = prompts.index.context("m", None, 1, 0)
+    runs = [[i] * length for i in range(capacity // 2 // length)]
+    for now, run in enumerate(runs):
+        prompts.store(context, run, now=now)
+    for i in range(capacity):
+        prompts.store(context, [1_000_000 + i], now=len(runs) + i)
+    left = sum(prompts.depth(context, run) for run in runs)
+    assert left < capacity // 50

@@ -484,7 +484,7 @@ class PrefixIndex {
   }
   ListedName listed(const OtherName& name) const;
   std::vector<uint8_t> frame_of(std::span<const uint64_t> void_keys, std::span<const ListedName> found);
-  void disown_all(uint64_t key, Tick now);
+  void disown_all(uint64_t key);
   bool import_contents(FrameReader& in, const SlotMap& slots, bool taken);
   bool import_claims(FrameReader& in, const SlotMap& slots);
   void settle_claims(size_t claims_max);

@@ -277,7 +277,7 @@ bool PrefixIndex::import_frame(std::span<const uint8_t> bytes, const SlotMap& sl
     Context& known = *contexts_.at(context->second);
     if (const BlockId id = find(known, prefix); id != kNoBlock) forget(known, id);
   }
-  for (size_t left = in.count(8); left != 0; --left) disown_all(in.u64(), aging.now);
+  for (size_t left = in.count(8); left != 0; --left) disown_all(in.u64());
 
   std::vector<Imported> sets(in.count(8));
   for (Imported& set : sets) {
@@ -393,8 +393,9 @@ bool PrefixIndex::import_settle(size_t rows_max) {
   });
 }
 
-// Everything that anybody means by this key; of a snapshot that is being read.
-void PrefixIndex::disown_all(uint64_t key, Tick now) {
+// Everything that anybody means by this key; of a snapshot that is being read. What would have expired goes
+// too: it may be told of again, as seen since.
+void PrefixIndex::disown_all(uint64_t key) {
   while (true) {
     Naming any;
     each_name(key, [&](const Naming& name) {
@@ -409,7 +410,8 @@ void PrefixIndex::disown_all(uint64_t key, Tick now) {
       if (!found) first = slot;
       found = true;
     });
-    disown(context, first, any, record_of(any), now);
+    const BlockId id = record_of(any);
+    disown(context, first, any, id, id == kNoBlock ? 0 : pool_[id].last_seen);
   }
 }
 

@@ -273,3 +273,35 @@ def test_a_guess_of_the_size_changes_nothing_but_time(said: int) -> None:
             fresh.remove(sources[source], tier=0, group=0, engine_hashes=uint64s(*names), now=0)
     assert fresh.stats().engine_keys == 120
     assert fresh.stats().bytes < 8_000_000
+
+
+def test_what_is_told_again_is_held_once_though_the_first_was_too_old() -> None:
+    """A block is written, then stored by another source, and written again; when the snapshot is read, what was
+    written first has expired, and what was written last has not."""
+    limits = IndexLimits(ttl_ticks=10)
+    index = PrefixIndex(limits)
+    context = index.context("m", None, 1, 0)
+    sources = [index.add_source(), index.add_source()]
+
+    def store(source: int, now: int) -> None:
+        place: dict[str, Any] = {"tier": 0, "group": 0, "extra_keys": None, "parent": None}
+        index.store(
+            source, context, engine_hashes=uint64s(7), token_ids=struct.pack("<I", 1), now=now, **place
+        )
+
+    store(sources[0], 0)
+    writing = index.start_export()
+    frames = [writing.names(100)[0]]
+    store(sources[1], 6)
+    frames.append(writing.changes(100)[0])
+    fresh = PrefixIndex(limits)
+    second = fresh.context("m", None, 1, 0)
+    importing = fresh.start_import(saved_at=6, elapsed=5, now=100)
+    renamed = {source: fresh.add_source() for source in sources}
+    for slot in index.slots():
+        importing.slot(slot, context=second, source=renamed[slot.source])
+    assert all(importing.frame(frame) for frame in frames)
+    for left, source in ((1, renamed[sources[0]]), (0, renamed[sources[1]])):
+        result = fresh.remove(source, tier=0, group=0, engine_hashes=uint64s(7), now=100)
+        assert result.removed_blocks == 1
+        assert len(fresh.match_tokens(second, struct.pack("<I", 1), None, 100)) == left

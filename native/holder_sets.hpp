@@ -62,6 +62,10 @@ class HolderSets {
 
   // The set less the slots in `mask` (bit b of mask[w] is slot w * 64 + b).
   SetId minus(SetId id, std::span<const uint64_t> mask) { return intersection_minus(id, id, mask); }
+  bool is_single(SetId id) const {
+    const std::span<const uint64_t> words = this->words(id);  // none at either end is zero
+    return words.size() == 1 && std::has_single_bit(words[0]);
+  }
   bool intersects(SetId id, std::span<const uint64_t> mask) const {
     const Set& set = sets_[id];
     for (size_t w = 0; w < set.words.size() && set.first_word + w < mask.size(); ++w)

@@ -249,6 +249,9 @@ void PrefixIndex::own(Context& context, uint32_t slot, const Naming& name, Block
 void PrefixIndex::disown(Context& context, uint32_t slot, const Naming& name, BlockId id, Tick now) {
   const bool in_record = name.id != kNoBlock;
   const uint64_t key = in_record ? pool_[name.id].name : other_names_[name.other].key;
+  if (holds(slot, id, now) && sets_.is_single(pool_[id].holders) &&
+      aliases_.get(pool_[id].prefix, context.id, slot) == 0)
+    list_behind(context, id);  // while nothing has changed
   touch(key);
   copies_.set(key, context.id, slot, 0);
   SetId owners = owners_of(name);

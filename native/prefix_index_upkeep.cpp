@@ -239,6 +239,7 @@ void PrefixIndex::clean_record(BlockId id, Tick now, Swept& swept) {
   }
   if (!context->retired_slots.empty() && sets_.intersects(record.holders, context->dead)) {
     SetId holders = record.holders;
+    if (!is_held(*context, record)) list_behind(*context, id);  // while nothing has changed
     replace(holders, sets_.minus(holders, context->dead));
     record.holders = holders;
     owners_.drop(context->claims, record.prefix, [&](uint32_t slot) { return !context->slots[slot].live; });

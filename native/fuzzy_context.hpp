@@ -10,8 +10,8 @@
 // content is in the backlog or in the tables, seldom in both (where its prefix went and came back), and that
 // does no harm.
 //
-// Growth. A bucket holds kRecordsPerBucket records on average: an insertion that makes them more splits the
-// next bucket, never more than a few for each that it inserts.
+// Growth. A bucket holds some 30 records on average (`records_per_bucket`): an insertion that makes them more
+// splits the next bucket, never more than a few for each that it inserts.
 //
 // Removal. Only the prefix hash is known then, and a table from prefix to record would cost 5 bytes a block
 // and a fifth of the time of an insertion. So a prefix is put down as doomed, which hides it from every
@@ -104,7 +104,6 @@ class FuzzyContext {
   bool dismantle();
 
  private:
-  static constexpr size_t kRecordsPerBucket = 28;
   static constexpr size_t kRecordsPerBucketCrowded = 8;
   static constexpr size_t kBucketRecordsMax = 1'024;
   static constexpr size_t kVisitsPerRemoval = 16;
@@ -112,8 +111,8 @@ class FuzzyContext {
   static constexpr size_t kSplitsMin = 8;           // together they are cheaper than one by one
   static constexpr size_t kPendingMax = 1'024;      // of an awake context
   static constexpr size_t kUnaskedMin = 65'536;
-  static constexpr size_t kDrainsPerSlice = 4;
-  static constexpr size_t kSplitsPerSlice = 2'048;
+  static constexpr size_t kDrainsPerSlice = 3;
+  static constexpr size_t kSplitsPerSlice = 1'024;
   static constexpr size_t kSpreadPerSlice = 16'384;
   static constexpr size_t kBatch = 128;
   static constexpr size_t kLag = 6;
@@ -157,6 +156,7 @@ class FuzzyContext {
   void walk_buckets(ContentCursor& cursor, std::vector<ContentRow>& rows);
   void walk_chain(ContentCursor& cursor, size_t rows_max, std::vector<ContentRow>& rows);
 
+  size_t records_per_bucket() const;
   size_t splits_for(size_t records) const;
   void grow(size_t insertions);
   void sweep(size_t visits_max);
@@ -177,14 +177,15 @@ class FuzzyContext {
   // Where the sweep stands: in the backlog, then at these leading kBitsMax bits of chunk A.
   ContentBacklog::Cursor backlog_cursor_;
   uint32_t cursor_ = 0;
-  std::vector<Record> batch_, sorted_;  // of `drain`, and what comes back doomed
+  std::vector<Record> taken_;      // by `drain`
+  std::vector<Record> come_back_;  // doomed, of an insertion
   std::vector<Pages> trash_;
   bool released_ = false;  // it is taken apart
 };
 
 inline size_t FuzzyContext::bytes() const {
   size_t bytes = backlog_.bytes() + table_.bytes() + chains_.bytes();
-  bytes += (batch_.capacity() + sorted_.capacity()) * sizeof(Record);
+  bytes += (taken_.capacity() + come_back_.capacity()) * sizeof(Record);
   for (const Doom& doomed : doomed_)
     bytes += doomed.prefixes.bytes() + doomed.bitmap.capacity() * sizeof(uint64_t);
   for (const Pages& pages : trash_) bytes += pages.bytes();
@@ -195,17 +196,17 @@ inline size_t FuzzyContext::bytes() const {
 
 inline void FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span<const Content> hashes) {
   ++version_;
-  batch_.clear();
+  come_back_.clear();
   const bool any_doomed = doomed() != 0;
   for (size_t i = 0; i < prefixes.size(); ++i) {
     if (prefixes[i] == 0) continue;
     const Record record{hashes[i].simhash, hashes[i].hash, prefixes[i]};
     if (any_doomed && is_doomed(record.prefix))
-      batch_.push_back(record);
+      come_back_.push_back(record);
     else
       backlog_.add(record);
   }
-  if (!batch_.empty()) put(batch_);
+  if (!come_back_.empty()) put(come_back_);
   unasked_ += prefixes.size();
   if (unasked_ > std::max(size(), kUnaskedMin)) awake_ = false;
   // Once, or as much as came: should whoever asked have gone before all was roused, that is done bit by bit.
@@ -236,19 +237,10 @@ inline bool FuzzyContext::rouse() {
 
 // Puts some kPendingMax of the backlog in the tables, roughly in the order of table A.
 inline void FuzzyContext::drain() {
-  constexpr unsigned kSortBits = 11;
-  batch_.clear();
-  const unsigned alike = backlog_.take(kPendingMax, batch_);
-  const auto digit = [alike](const Record& record) { return record.simhash << alike >> (64 - kSortBits); };
-  std::array<uint32_t, 1u << kSortBits> begins{};
-  for (const Record& record : batch_) ++begins[digit(record)];
-  uint32_t begin = 0;
-  for (uint32_t& count : begins) begin += std::exchange(count, begin);
-  sorted_.resize(batch_.size());
-  for (const Record& record : batch_) sorted_[begins[digit(record)]++] = record;
+  backlog_.take(kPendingMax, taken_);
   if (doomed() != 0)
-    std::erase_if(sorted_, [this](const Record& record) { return is_doomed(record.prefix); });
-  put(sorted_);
+    std::erase_if(taken_, [this](const Record& record) { return is_doomed(record.prefix); });
+  put(taken_);
 }
 
 // What a block needs is fetched from memory, step by step, some blocks ahead.
@@ -287,10 +279,18 @@ inline void FuzzyContext::put_block(const Record& record, const NearTable::Spot&
   table_.insert(record, spot);
 }
 
+// What the buckets of a small table lack in records weighs more there, beside what does not grow with it; and
+// it is searched the faster.
+inline size_t FuzzyContext::records_per_bucket() const {
+  if (table_.bits() < bits_early_) return kRecordsPerBucketCrowded;
+  if (table_.bits() < 12) return 36;
+  return table_.bits() < 14 ? 32 : 28;
+}
+
 // How many are due for so many records; some at a time, or none.
 inline size_t FuzzyContext::splits_for(size_t records) const {
   if (table_.bits() == NearTable::kBitsMax) return 0;
-  const size_t load = table_.bits() < bits_early_ ? kRecordsPerBucketCrowded : kRecordsPerBucket;
+  const size_t load = records_per_bucket();
   return records < load * (table_.buckets() + kSplitsMin) ? 0 : records / load - table_.buckets();
 }
 

@@ -493,10 +493,14 @@ inline void NearTable::prefetch_split(size_t bucket, unsigned step) const {
 
 inline void NearTable::split_one() {
   for (unsigned table = 1; table < 3; ++table) {
-    if (makes_words())
-      drop_words(levels_[0].words(table)[frontier_]);
-    else
+    if (!makes_words()) {
       split_words(table);
+      continue;
+    }
+    drop_words(levels_[0].words(table)[frontier_]);
+    WordNode* const halves = levels_[1].words(table) + 2 * size_t{frontier_};
+    for (size_t i = 0; i < 2; ++i)  // a page is touched here, and not by many insertions
+      if (halves[i].count == 0) halves[i] = WordNode{};
   }
   split_records();
   ++frontier_;

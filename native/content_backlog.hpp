@@ -79,8 +79,8 @@ class ContentBacklog {
   static constexpr size_t kSpreadMin = 8'192;
   static constexpr size_t kPart = 4'096;  // records in a part, about
   static constexpr unsigned kPartBitsMax = 8;
-  static constexpr size_t kPartsBegun = 16;  // at a time
-  static constexpr size_t kSpares = 4;       // chunks that are kept for what comes
+  static constexpr size_t kPartsBegun = 16;    // at a time
+  static constexpr size_t kSpares = 4;         // chunks that are kept for what comes
   static constexpr size_t kSparesDropped = 4;  // at a time
   static constexpr size_t kWorkPerChunk = 512;
 
@@ -134,7 +134,7 @@ class ContentBacklog {
 
   std::vector<Part> parts_;
   std::vector<Pages> spares_;  // what is left by part 0 as it is spread: the other parts need as many
-  unsigned part_bits_ = 0;  // the SimHashes of a part other than 0 have so many leading bits in common
+  unsigned part_bits_ = 0;     // the SimHashes of a part other than 0 have so many leading bits in common
   size_t size_ = 0;
 };
 

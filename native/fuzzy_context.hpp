@@ -5,10 +5,10 @@
 //
 // Asleep, awake. Until the first question nothing is put in the tables: what is stored lies in a backlog
 // (content_backlog.hpp), at a tenth of the cost. A question first puts all of it there, in slices (`rouse`).
-// From then on the context is awake, and the backlog is short: kPendingMax blocks, which are put in the
-// tables together. When more blocks than it holds have come since the last question, it falls asleep again. A
-// content is in the backlog or in the tables, seldom in both (where its prefix went and came back), and that
-// does no harm.
+// From then on the context is awake, and the backlog is short: 4,096 blocks, and fewer in a small context,
+// which are put in the tables together by what comes next. When more blocks than it held at the last question
+// have come since, it falls asleep again. A content is in the backlog or in the tables, seldom in both (where
+// its prefix went and came back), and that does no harm.
 //
 // Growth. A bucket holds some 30 records on average (`records_per_bucket`): an insertion that makes them more
 // splits the next bucket, never more than a few for each that it inserts.
@@ -107,9 +107,12 @@ class FuzzyContext {
   static constexpr size_t kRecordsPerBucketCrowded = 8;
   static constexpr size_t kBucketRecordsMax = 1'024;
   static constexpr size_t kVisitsPerRemoval = 16;
-  static constexpr size_t kInsertionsPerSplit = 4;  // at the least
-  static constexpr size_t kSplitsMin = 8;           // together they are cheaper than one by one
-  static constexpr size_t kPendingMax = 1'024;      // of an awake context
+  static constexpr size_t kInsertionsPerSplit = 16;  // at the least
+  static constexpr size_t kSplitsMin = 8;            // together they are cheaper than one by one
+  static constexpr size_t kPut = 1'024;              // in one go
+  static constexpr size_t kPutsPerInsertion = 2;     // at the least, once a backlog is long
+  static constexpr size_t kPendingPart = 64;         // of an awake context that waits, at the most
+  static constexpr size_t kPendingMax = 4 * kPut;
   static constexpr size_t kUnaskedMin = 65'536;
   static constexpr size_t kDrainsPerSlice = 3;
   static constexpr size_t kSplitsPerSlice = 1'024;
@@ -144,6 +147,7 @@ class FuzzyContext {
 
   bool is_doomed(uint64_t prefix) { return doomed_[0].contains(prefix) || doomed_[1].contains(prefix); }
   bool revive(uint64_t prefix);
+  size_t pending_max() const { return std::clamp(size() / kPendingPart, kPut, kPendingMax); }
   void drain();
   void put(std::span<const Record> records);
   void put_block(const Record& record, const NearTable::Spot& spot);
@@ -166,7 +170,10 @@ class FuzzyContext {
   size_t shingle_;
   const NearScans* scans_;
   bool awake_ = false;
-  size_t unasked_ = 0;  // blocks that came since the last question
+  size_t held_ = 0;           // at the last question
+  size_t unasked_ = 0;        // blocks that came since
+  bool is_draining_ = false;  // the backlog has been long and is not short yet
+  bool has_asker_ = false;    // who does that, it seems: nothing has come since the last slice
   ContentBacklog backlog_;
   NearTable table_;
   uint64_t version_ = 0;
@@ -208,17 +215,24 @@ inline void FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span<c
   }
   if (!come_back_.empty()) put(come_back_);
   unasked_ += prefixes.size();
-  if (unasked_ > std::max(size(), kUnaskedMin)) awake_ = false;
-  // Once, or as much as came: should whoever asked have gone before all was roused, that is done bit by bit.
-  for (size_t drained = 0; awake_ && backlog_.size() >= kPendingMax && drained <= prefixes.size();
-       drained += kPendingMax)
+  if (unasked_ > std::max(held_, kUnaskedMin)) awake_ = false;
+  if (!awake_ || std::exchange(has_asker_, false)) return;
+  // More than comes, and one after the other until little is left: between events, others empty the caches.
+  // Should whoever asked have gone before all was roused, that is done bit by bit.
+  is_draining_ |= backlog_.size() >= pending_max();
+  const size_t puts = std::max(kPutsPerInsertion, prefixes.size() / kPut + 1);
+  for (size_t i = 0; i < puts && is_draining_; ++i) {
     drain();
+    is_draining_ = backlog_.size() >= kPut;
+  }
 }
 
 inline bool FuzzyContext::rouse() {
   awake_ = true;
+  held_ = size();
   unasked_ = 0;
   if (backlog_.size() == 0) return true;
+  is_draining_ = has_asker_ = true;
   ++version_;
   size_t splits = splits_for(table_.size() + backlog_.size());
   if (splits != 0 && table_.size() < table_.buckets()) {  // now they are cheap, there is little to be moved
@@ -232,14 +246,14 @@ inline bool FuzzyContext::rouse() {
   }
   for (size_t drains = splits == 0 ? kDrainsPerSlice : 1; drains > 0 && backlog_.size() != 0; --drains)
     drain();
-  return backlog_.size() == 0;
+  is_draining_ = backlog_.size() != 0;
+  return !is_draining_;
 }
 
-// Puts some kPendingMax of the backlog in the tables, roughly in the order of table A.
+// Puts some kPut of the backlog in the tables, roughly in the order of table A.
 inline void FuzzyContext::drain() {
-  backlog_.take(kPendingMax, taken_);
-  if (doomed() != 0)
-    std::erase_if(taken_, [this](const Record& record) { return is_doomed(record.prefix); });
+  backlog_.take(kPut, taken_);
+  if (doomed() != 0) std::erase_if(taken_, [this](const Record& record) { return is_doomed(record.prefix); });
   put(taken_);
 }
 

@@ -85,8 +85,8 @@ struct RecordScan {
       const uint32_t lanes = std::min<uint32_t>(8, bucket.size - first);
       for (uint32_t j = visit.begin; j < scan.asked.visits[i + 1].begin; ++j)
         for (uint32_t lane = 0; lane < lanes; ++lane)
-          if (static_cast<unsigned>(__builtin_popcountll(simhashes[lane] ^
-                                                         scan.asked.queries[scan.asked.asks[j].query()])) <=
+          if (static_cast<unsigned>(
+                  __builtin_popcountll(simhashes[lane] ^ scan.asked.queries[scan.asked.asks[j].query()])) <=
               scan.asked.distance_max)
             out.push_back({scan.asked.asks[j].query(), visit.bucket, first + lane});
     }
@@ -193,8 +193,8 @@ class LaidOut {
 
   // A bit for each lane whose word differs from the pattern in at most so many bits.
   KVINDEXER_TARGET_AVX2 uint32_t near(uint32_t pattern, uint32_t distance_max) const {
-    // Where the table for a nibble begins: in each byte. Opaque, for the compiler to take bytes as they are and
-    // not to shift and mask each of them.
+    // Where the table for a nibble begins: in each byte. Opaque, for the compiler to take bytes as they are
+    // and not to shift and mask each of them.
     uint32_t even = (pattern & 0x0F0F0F0F) << 4, odd = pattern & 0xF0F0F0F0;
     asm("" : "+Q"(even), "+Q"(odd));
     const __m256i a = two(0, even, odd), b = two(2, even >> 8, odd >> 8);
@@ -326,7 +326,8 @@ KVINDEXER_TARGET_AVX2 inline void scan_laid_out(const RecordScan& scan, const Vi
     const uint32_t left = bucket.size - first;
     now = left <= kLaidOutMax ? left : kLanes;
     for (uint32_t slot = 0; slot < now; slot += 8) {
-      const uint64_t* const simhashes = scan.records.simhashes(node_number(bucket, (first + slot) / 8, scan.pool));
+      const uint64_t* const simhashes =
+          scan.records.simhashes(node_number(bucket, (first + slot) / 8, scan.pool));
       const __m256 front = _mm256_load_ps(reinterpret_cast<const float*>(simhashes));
       const __m256 back = _mm256_load_ps(reinterpret_cast<const float*>(simhashes + 4));
       const __m256i lower = _mm256_castps_si256(_mm256_shuffle_ps(front, back, 0x88));

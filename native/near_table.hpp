@@ -200,7 +200,7 @@ class NearTable {
 
  private:
   friend class NearSearch;
-  static constexpr uint32_t kPieces = 32;  // of the buckets, by their leading bits
+  static constexpr uint32_t kPieces = 16;  // of the buckets, by their leading bits
   using Radii = std::array<int, 3>;
 
   struct Level {                 // the buckets of one number of leading bits
@@ -443,7 +443,7 @@ inline void NearTable::erase_word(WordNode& head, uint32_t word) {
 inline void NearTable::split(size_t buckets) {
   if (buckets == 0) return;
   assert(bits_ < kBitsMax && "words have no bits for more");
-  constexpr size_t kCollectedPerSplit = 16;  // take about as long
+  constexpr size_t kCollectedPerSplit = 8;
   if (frontier_ == 0 && levels_[1].directory.pages() == 0) levels_[1].resize(bits_ + 1);
   if (!makes_words()) return split_run(std::min(buckets, (size_t{1} << bits_) - frontier_));
   while (buckets != 0 && makes_words()) {
@@ -610,7 +610,7 @@ inline void NearTable::collect(size_t buckets) {
 }
 
 inline void NearTable::collect_from(std::span<const Bucket> buckets) {
-  constexpr size_t kAhead = 4;
+  constexpr size_t kAhead = 10;
   const LanesAlike lanes_alike = native_lanes_alike();
   Patterns of_piece;
   for (unsigned table = 1; table < 3; ++table) {

@@ -193,15 +193,14 @@ class LaidOut {
 
   // A bit for each lane whose word differs from the pattern in at most so many bits.
   KVINDEXER_TARGET_AVX2 uint32_t near(uint32_t pattern, uint32_t distance_max) const {
-    // Where the table for a nibble begins: in each byte. Opaque, for the compiler to take bytes as they are
-    // and not to shift and mask each of them.
+    // Where the table for a nibble begins: in each byte.
     uint32_t even = (pattern & 0x0F0F0F0F) << 4, odd = pattern & 0xF0F0F0F0;
-    asm("" : "+Q"(even), "+Q"(odd));
-    const __m256i a = two(0, even, odd), b = two(2, even >> 8, odd >> 8);
+    const __m256i a = _mm256_add_epi8(distances(0, first_byte(even)), distances(1, first_byte(odd)));
+    const __m256i b = _mm256_add_epi8(distances(2, second_byte(even)), distances(3, second_byte(odd)));
     even >>= 16;
     odd >>= 16;
-    asm("" : "+Q"(even), "+Q"(odd));
-    const __m256i c = two(4, even, odd), d = two(6, even >> 8, odd >> 8);
+    const __m256i c = _mm256_add_epi8(distances(4, first_byte(even)), distances(5, first_byte(odd)));
+    const __m256i d = _mm256_add_epi8(distances(6, second_byte(even)), distances(7, second_byte(odd)));
     const __m256i sum = _mm256_add_epi8(_mm256_add_epi8(a, b), _mm256_add_epi8(c, d));
     const __m256i limit = _mm256_set1_epi8(static_cast<char>(distance_max + 1));
     return used_ & static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpgt_epi8(limit, sum)));
@@ -213,10 +212,16 @@ class LaidOut {
     nibbles_[nibble] = _mm256_and_si256(bytes, low);
     nibbles_[nibble + 1] = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low);
   }
-  // The distances of a nibble and the next; their tables begin where the last byte of each says.
-  KVINDEXER_TARGET_AVX2 __m256i two(unsigned nibble, uint32_t even, uint32_t odd) const {
-    return _mm256_add_epi8(distances(nibble, static_cast<uint8_t>(even)),
-                           distances(nibble + 1, static_cast<uint8_t>(odd)));
+  // An instruction each, where a compiler that sees what they come from shifts and masks.
+  [[gnu::always_inline]] static uint64_t first_byte(uint32_t from) {
+    uint64_t byte;
+    asm("movzbl %b1, %k0" : "=r"(byte) : "q"(from));
+    return byte;
+  }
+  [[gnu::always_inline]] static uint64_t second_byte(uint32_t from) {
+    uint64_t byte;
+    asm("movzbl %h1, %k0" : "=R"(byte) : "Q"(from));
+    return byte;
   }
   KVINDEXER_TARGET_AVX2 __m256i distances(unsigned nibble, size_t table_from) const {
     const __m256i table = _mm256_broadcastsi128_si256(

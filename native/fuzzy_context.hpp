@@ -117,6 +117,7 @@ class FuzzyContext {
   static constexpr size_t kDrainsPerSlice = 3;
   static constexpr size_t kSplitsPerSlice = 1'024;
   static constexpr size_t kSpreadPerSlice = 16'384;
+  static constexpr size_t kSweptTogether = 16;
   static constexpr size_t kBatch = 128;
   static constexpr size_t kLag = 6;
 
@@ -361,7 +362,7 @@ inline void FuzzyContext::sweep(size_t visits_max) {
     const unsigned below = NearTable::kBitsMax - table_.bits();
     const uint32_t leading = cursor_ >> below;
     const uint32_t ahead = (leading + 2) & ((1u << table_.bits()) - 1);
-    table_.for_buckets(ahead, [&](uint32_t bucket) { table_.prefetch_prefixes(bucket); });
+    table_.for_buckets(ahead, [&](uint32_t bucket) { table_.prefetch_swept(bucket); });
     table_.for_buckets(leading, [&](uint32_t bucket) {
       visits += 1 + table_.bucket_size(bucket);
       sweep_bucket(bucket);
@@ -374,13 +375,22 @@ inline void FuzzyContext::sweep(size_t visits_max) {
   }
 }
 
+// What an erasure needs is fetched for some doomed records at once.
 inline void FuzzyContext::sweep_bucket(uint32_t bucket) {
-  for (uint32_t slot = table_.bucket_size(bucket); slot-- > 0;) {
-    if (!is_doomed(table_.prefix({bucket, slot}))) continue;
-    if (const std::optional<Record> survivor = survivor_of(table_.record({bucket, slot})))
-      table_.set_prefix({bucket, slot}, survivor->prefix);
-    else
-      table_.erase({bucket, slot});
+  std::array<uint32_t, kSweptTogether> slots;
+  for (uint32_t slot = table_.bucket_size(bucket); slot > 0;) {
+    size_t doomed = 0;
+    while (slot > 0 && doomed < slots.size())
+      if (is_doomed(table_.prefix({bucket, --slot}))) slots[doomed++] = slot;
+    const std::span<const uint32_t> found(slots.data(), doomed);
+    for (const uint32_t each : found) table_.prefetch_spot(table_.spot_of({bucket, each}));
+    for (const uint32_t each : found) table_.prefetch_words(table_.spot_of({bucket, each}));
+    for (const uint32_t each : found) {  // from the last on: the last of the bucket takes the place of one
+      if (const std::optional<Record> survivor = survivor_of(table_.record({bucket, each})))
+        table_.set_prefix({bucket, each}, survivor->prefix);
+      else
+        table_.erase({bucket, each});
+    }
   }
 }
 

@@ -115,6 +115,10 @@ class NearTable {
     return spot;
   }
 
+  Spot spot_of(RecordPlace place) const {
+    return spot_of(node_of(at(place.bucket), place.slot).simhash[place.slot & 7]);
+  }
+
   [[gnu::always_inline]] void prefetch(uint64_t simhash) const {
     __builtin_prefetch(&at(bucket_of(simhash)));
   }
@@ -125,10 +129,12 @@ class NearTable {
   [[gnu::always_inline]] void prefetch_records(uint64_t simhash) const {
     prefetch_simhashes(at(bucket_of(simhash)));
   }
-  [[gnu::always_inline]] void prefetch_prefixes(uint32_t number) const {
+  [[gnu::always_inline]] void prefetch_swept(uint32_t number) const {
     const Bucket& bucket = at(number);
-    for (uint32_t j = 0; j < Bucket::kInline && j * 8 < bucket.size; ++j)
-      __builtin_prefetch(records_.part<1>(bucket.nodes[j]).prefix);
+    for (uint32_t j = 0; j < Bucket::kInline && j * 8 < bucket.size; ++j) {
+      __builtin_prefetch(node_of(bucket, 8 * j).prefix);
+      __builtin_prefetch(node_of(bucket, 8 * j).simhash);
+    }
   }
 
   // For an insertion, one behind the other: the first lines, those that it writes, and the rest of what
@@ -146,6 +152,9 @@ class NearTable {
       __builtin_prefetch(node.prefix, 1);
     }
     __builtin_prefetch(&words_.at(spot.heads[0]->next_number));
+  }
+  [[gnu::always_inline]] void prefetch_words(const Spot& spot) const {  // behind the first
+    for (const WordNode* head : spot.heads) __builtin_prefetch(&words_.at(head->next_number), 1);
   }
   [[gnu::always_inline]] void prefetch_more_words(const Spot& spot) const {
     __builtin_prefetch(&words_.at(words_.at(spot.heads[0]->next_number).next_number));
@@ -200,7 +209,9 @@ class NearTable {
 
  private:
   friend class NearSearch;
-  static constexpr uint32_t kPieces = 16;  // of the buckets, by their leading bits
+  // Of the buckets, by their leading bits, of which one is collected at a time: the more, the more time it
+  // takes and the less memory.
+  uint32_t pieces() const { return bits_ < 14 ? 16 : 32; }
   using Radii = std::array<int, 3>;
 
   struct Level {                 // the buckets of one number of leading bits
@@ -281,7 +292,7 @@ class NearTable {
   WordNode& half_of(unsigned table, uint64_t simhash) const {
     return levels_[1].words(table)[chunk(table, simhash, bits_ + 1)];
   }
-  uint32_t buckets_collected() const { return (1u << bits_) / kPieces; }
+  uint32_t buckets_collected() const { return (1u << bits_) / pieces(); }
   void collect(size_t buckets);
   void collect_from(std::span<const Bucket> buckets);
 

@@ -3,11 +3,12 @@
     python -m benchmarks.fuzzy_match [--blocks 1000000] [--rounds 7]
 
 Every answer is checked before its time is printed: searches against a linear scan over the same SimHashes (its time
-stands beside), coverage against a plain table of all contents. Times are the best and the median of all rounds, in
-one process; of what is stored and removed, CPU time. Goals stand in brackets. The first line says on what.
+stands beside), coverage against a plain table of all contents. Times are CPU time, the best and the median of all
+rounds, in one process. Goals stand in brackets. The first line says on what.
 
 An index is asleep until it is asked, and what it was told of lies in a list; the first question puts that in tables.
-Both states are measured, and the step between them.
+Both states are measured, and the step between them. Awake means asked every 16,384 blocks; what these questions put in
+the tables counts as storing.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ BLOCK = 16
 DISTANCE = 8
 CONTEXT = 1
 BATCH_BLOCKS = 64
+ASKED_EVERY = 16_384  # blocks, of an index that is kept awake
 
 
 def everything(prefix_hashes: Set[int]) -> Set[int]:
@@ -41,9 +43,9 @@ def rounds_ms(rounds: int, call: Callable[[], object]) -> tuple[float, float]:
     """Best and median."""
     times = []
     for _ in range(rounds):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         call()
-        times.append((time.perf_counter() - begin) * 1e3)
+        times.append((time.thread_time() - begin) * 1e3)
     return min(times), statistics.median(times)
 
 
@@ -88,8 +90,7 @@ def measure_cost(blocks: int, rounds: int) -> None:
     asleep, awake = FuzzyIndex(FuzzyLimits()), FuzzyIndex(FuzzyLimits())
     for each in (asleep, awake):
         each.add_context(CONTEXT, BLOCK)
-    awake.grid(CONTEXT, bytes(4 * BLOCK), 0, everything)
-    print_stored("awake, from empty", store_all(awake, hashes, packed), blocks, 150)
+    print_stored("awake, from empty", store_all(awake, hashes, packed, ASKED_EVERY), blocks, 150)
     store_all(asleep, hashes, packed)
     measure_removal("asleep", asleep, hashes)
 
@@ -111,28 +112,67 @@ def print_memory(state: str, index: FuzzyIndex, blocks: int, before: int) -> Non
 def wake(index: FuzzyIndex) -> None:
     """What the first question pays before it is answered, in the slices that a question over HTTP takes."""
     blocks = index.stats().backlog
-    slices = []
-    offset = 0
-    while offset == 0:
-        begin = time.thread_time()
-        _, offset = index.core.exact(CONTEXT, bytes(4 * BLOCK), 1, 0, 1)
-        slices.append(time.thread_time() - begin)
+    slices = put_waiting(index, CONTEXT)
     print(
         f"waking       {sum(slices) / blocks * 1e9:7.0f} ns a block [100], {sum(slices) * 1e3:.0f} ms in "
         f"{len(slices)} slices, the longest {max(slices) * 1e3:.2f} ms [1]"
     )
 
 
-def store_all(index: FuzzyIndex, hashes: bytes, packed: bytes) -> list[float]:
-    """Seconds of each call."""
+def put_waiting(index: FuzzyIndex, context: int) -> list[float]:
+    """What a question does before it is answered: seconds of each slice."""
+    slices = []
+    offset = 0
+    while offset == 0:
+        begin = time.thread_time()
+        _, offset = index.core.exact(context, bytes(4 * BLOCK), 1, 0, 1)
+        slices.append(time.thread_time() - begin)
+    return slices
+
+
+def store_all(index: FuzzyIndex, hashes: bytes, packed: bytes, asked_every: int = 0) -> list[float]:
+    """Seconds of each call; of questions too, every so many blocks if any."""
     calls = []
     for begin in range(0, len(hashes) // 8, BATCH_BLOCKS):
+        if asked_every and begin % asked_every == 0:
+            calls += put_waiting(index, CONTEXT)
         end = begin + BATCH_BLOCKS
         batch, batch_tokens = hashes[8 * begin : 8 * end], packed[4 * BLOCK * begin : 4 * BLOCK * end]
         start = time.thread_time()
         index.store(CONTEXT, batch, batch_tokens)
         calls.append(time.thread_time() - start)
     return calls
+
+
+def measure_sizes(blocks_max: int) -> None:
+    """Bytes a block of an index that is kept awake, at every size from 100,000 blocks: the most in each range."""
+    chance = random.Random(4)
+    for _ in growing(FuzzyIndex(FuzzyLimits()), ASKED_EVERY, chance):  # what a process takes for a first one
+        pass
+    before = resident_bytes()
+    index = FuzzyIndex(FuzzyLimits())
+    print("memory awake, the most bytes a block at any size [40]:")
+    first, last = 100_000, 150_000
+    most = resident = 0.0
+    for blocks in growing(index, blocks_max, chance):
+        if blocks < first:
+            continue
+        most = max(most, index.stats().bytes / blocks)
+        resident = max(resident, (resident_bytes() - before) / blocks)
+        if blocks >= min(last, blocks_max):
+            print(f"  {first:9} to {blocks:9}: {most:5.2f}, {resident:5.2f} more resident")
+            first, last = blocks, blocks * 3 // 2
+            most = resident = 0.0
+
+
+def growing(index: FuzzyIndex, blocks_max: int, chance: random.Random) -> Iterator[int]:
+    """Its blocks behind each batch; it is kept awake."""
+    index.add_context(CONTEXT, BLOCK)
+    for blocks in range(0, blocks_max, BATCH_BLOCKS):
+        if blocks % ASKED_EVERY == 0:
+            put_waiting(index, CONTEXT)
+        index.store(CONTEXT, chance.randbytes(8 * BATCH_BLOCKS), chance.randbytes(4 * BLOCK * BATCH_BLOCKS))
+        yield blocks + BATCH_BLOCKS
 
 
 def prompts(tokens: array[int], chance: random.Random) -> Iterator[tuple[str, array[int]]]:
@@ -149,9 +189,9 @@ def measure_queries(index: FuzzyIndex, name: str, prompt: bytes, simhashes: byte
     for mode, step in (("grid", BLOCK), ("sliding", 1)):
         offsets = array("I", range(0, len(sliding), step))
         asked = array("Q", (sliding[offset] for offset in offsets))
-        scan_begin = time.perf_counter()
+        scan_begin = time.thread_time()
         hits = _native.linear_scan(simhashes, asked.tobytes(), DISTANCE)
-        scan_ms = (time.perf_counter() - scan_begin) * 1e3
+        scan_ms = (time.thread_time() - scan_begin) * 1e3
         stored = memoryview(simhashes).cast("Q")
         expected = {
             (offsets[query], (asked[query] ^ stored[place]).bit_count())
@@ -196,12 +236,12 @@ def longest_slice_ms(slices: Generator[None, None, list[Window]]) -> tuple[float
     longest, count = 0.0, 0
     done = False
     while not done:
-        begin = time.perf_counter()
+        begin = time.thread_time()
         try:
             next(slices)
         except StopIteration:
             done = True
-        longest = max(longest, time.perf_counter() - begin)
+        longest = max(longest, time.thread_time() - begin)
         count += 1
     return longest * 1e3, count
 
@@ -215,8 +255,6 @@ def measure_events(state: str, blocks: int) -> None:
     contents = FuzzyIndex(FuzzyLimits())
     pair = (PrefixIndex(limits), PrefixIndex(limits, contents))
     places = [(index, index.add_source(), index.context("m", None, BLOCK, 0)) for index in pair]
-    if state == "awake":
-        contents.grid(places[1][2], bytes(4 * BLOCK), 0, everything)
     events = blocks // 256
     spent: list[list[float]] = [[], []]
     removed: list[list[float]] = [[], []]
@@ -230,6 +268,8 @@ def measure_events(state: str, blocks: int) -> None:
                 extra_keys=None, now=0,
             )  # fmt: skip
             spent[which].append(time.thread_time() - begin)
+        if state == "awake" and number % (ASKED_EVERY // 256) == 0:
+            spent[1][-1] += sum(put_waiting(contents, places[1][2]))
     assert contents.stats().blocks == events * 256
     for number in range(0, events, 4):
         hashes, _ = event(number)
@@ -395,6 +435,7 @@ def main() -> None:
     print_machine()
     print(f"load {os.getloadavg()[0]:.1f}; {arguments.blocks} blocks of {BLOCK} tokens, distance {DISTANCE}")
     measure_cost(arguments.blocks, arguments.rounds)
+    measure_sizes(3 * arguments.blocks)
     for state in ("asleep", "awake"):
         measure_events(state, arguments.blocks)
     measure_distances()

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -36,22 +37,23 @@ class ContentBacklog {
 
   size_t size() const { return size_; }
   size_t bytes() const {
-    size_t chunks = 0;
+    size_t chunks = spares_.size();
     for (const Part& part : parts_) chunks += part.chunks.size();
     return chunks * sizeof(Chunk);
   }
 
   void add(const Record& record) {
+    if (parts_[0].is_full()) begin_chunk(parts_[0]);
     parts_[0].add(record);
     ++size_;
   }
 
   // Whether `take` gives what lies close together.
   bool is_spread() const { return parts_[0].size <= kSpreadMin; }
-  // Spreads so many more.
-  void spread(size_t records);
-  // Takes out up to so many that have some leading bits in common, as many as it returns.
-  unsigned take(size_t records, std::vector<Record>& out);
+  // Spreads about so many more: a chunk begun takes as long as some hundred records.
+  void spread(size_t work);
+  // Takes out up to so many that lie close together, roughly in the order of their SimHashes.
+  void take(size_t records, std::vector<Record>& out);
 
   // Goes on with a cursor until it has seen `visits_max` or, then `is_done`, all; erases those of which
   // drop(prefix) is true. Returns how many it saw.
@@ -65,7 +67,9 @@ class ContentBacklog {
   void release_into(std::vector<Pages>& pages) {
     for (Part& part : parts_)
       for (Pages& chunk : part.chunks) pages.push_back(std::move(chunk));
+    for (Pages& chunk : spares_) pages.push_back(std::move(chunk));
     parts_ = std::vector<Part>(1);
+    spares_.clear();
     part_bits_ = 0;
     size_ = 0;
   }
@@ -75,8 +79,10 @@ class ContentBacklog {
   static constexpr size_t kSpreadMin = 8'192;
   static constexpr size_t kPart = 4'096;  // records in a part, about
   static constexpr unsigned kPartBitsMax = 8;
-  static constexpr size_t kPartsBegun = 32;  // at a time
-  static constexpr size_t kSpares = 4;       // chunks that are kept for what comes
+  static constexpr size_t kPartsBegun = 16;    // at a time
+  static constexpr size_t kSpares = 4;         // chunks that are kept for what comes
+  static constexpr size_t kSparesDropped = 4;  // at a time
+  static constexpr size_t kWorkPerChunk = 512;
 
   struct Chunk {
     uint64_t simhash[kChunk];
@@ -90,6 +96,7 @@ class ContentBacklog {
     size_t size = 0;
 
     Chunk& chunk(size_t i) const { return *static_cast<Chunk*>(chunks[i / kChunk].base()); }
+    uint64_t simhash(size_t i) const { return chunk(i).simhash[i % kChunk]; }
     uint64_t prefix(size_t i) const { return chunk(i).prefix[i % kChunk]; }
     Record at(size_t i) const {
       const Chunk& from = chunk(i);
@@ -101,53 +108,79 @@ class ContentBacklog {
       to.content[i % kChunk] = record.content;
       to.prefix[i % kChunk] = record.prefix;
     }
-    void add(const Record& record) {
-      if (size == chunks.size() * kChunk) add_chunk();
-      put(size++, record);
-    }
-    void add_chunk() {
-      Pages fresh;
-      fresh.renew(sizeof(Chunk) / Pages::kPageBytes);
-      chunks.push_back(std::move(fresh));
-    }
-    Record pop() {
-      const Record last = at(--size);
-      while (chunks.size() > size / kChunk + 1 + kSpares) chunks.pop_back();
-      return last;
+    bool is_full() const { return size == chunks.size() * kChunk; }
+    void add(const Record& record) { put(size++, record); }  // not when it is full
+    Record pop() { return at(--size); }
+    bool has_spare() const { return chunks.size() > size / kChunk + 1 + kSpares; }
+    void drop_spares() {
+      while (has_spare()) chunks.pop_back();
     }
     void erase(size_t i) {
       const Record last = pop();
       if (i != size) put(i, last);
+      drop_spares();
     }
   };
 
+  // One that part 0 has left, or a new one.
+  void begin_chunk(Part& part) {
+    if (spares_.empty()) {
+      spares_.emplace_back();
+      spares_.back().renew(sizeof(Chunk) / Pages::kPageBytes);
+    }
+    part.chunks.push_back(std::move(spares_.back()));
+    spares_.pop_back();
+  }
+
   std::vector<Part> parts_;
-  unsigned part_bits_ = 0;  // the SimHashes of a part other than 0 have so many leading bits in common
+  std::vector<Pages> spares_;  // what is left by part 0 as it is spread: the other parts need as many
+  unsigned part_bits_ = 0;     // the SimHashes of a part other than 0 have so many leading bits in common
   size_t size_ = 0;
 };
 
-inline void ContentBacklog::spread(size_t records) {
+inline void ContentBacklog::spread(size_t work) {
   if (part_bits_ == 0) part_bits_ = std::min<unsigned>(kPartBitsMax, std::bit_width(size_ / kPart));
   const unsigned bits = part_bits_;
   for (size_t i = 0; i < kPartsBegun && parts_.size() < 1 + (size_t{1} << bits); ++i) {
     parts_.emplace_back();
-    parts_.back().add_chunk();
+    begin_chunk(parts_.back());
   }
   if (parts_.size() < 1 + (size_t{1} << bits)) return;
-  for (records = std::min(records, parts_[0].size); records > 0; --records) {
+  for (size_t done = 0; done < work && parts_[0].size != 0; ++done) {
     const Record record = parts_[0].pop();
-    parts_[1 + (record.simhash >> 32 >> (32 - bits))].add(record);
+    if (parts_[0].has_spare()) {
+      spares_.push_back(std::move(parts_[0].chunks.back()));
+      parts_[0].chunks.pop_back();
+    }
+    Part& part = parts_[1 + (record.simhash >> 32 >> (32 - bits))];
+    if (part.is_full()) {
+      begin_chunk(part);
+      done += kWorkPerChunk;
+    }
+    part.add(record);
   }
 }
 
-inline unsigned ContentBacklog::take(size_t records, std::vector<Record>& out) {
+inline void ContentBacklog::take(size_t records, std::vector<Record>& out) {
+  constexpr unsigned kSortBits = 11;  // behind those that all of a part have in common
   while (parts_.size() > 1 && parts_.back().size == 0) parts_.pop_back();
   if (parts_.size() == 1) part_bits_ = 0;
   Part& part = parts_.back();
-  records = std::min(records, part.size);
-  for (size_t i = 0; i < records; ++i) out.push_back(part.pop());
-  size_ -= records;
-  return part_bits_;
+  const size_t first = part.size - std::min(records, part.size);
+  const auto digit = [this](uint64_t simhash) { return simhash << part_bits_ >> (64 - kSortBits); };
+  std::array<uint32_t, 1u << kSortBits> places{};
+  for (size_t i = first; i < part.size; ++i) ++places[digit(part.simhash(i))];
+  uint32_t place = 0;
+  for (uint32_t& count : places) place += std::exchange(count, place);
+  out.resize(part.size - first);
+  for (size_t i = first; i < part.size; ++i) {
+    const Record record = part.at(i);
+    out[places[digit(record.simhash)]++] = record;
+  }
+  part.size = first;
+  part.drop_spares();
+  spares_.resize(spares_.size() - std::min(spares_.size(), kSparesDropped));
+  size_ -= out.size();
 }
 
 template <class Drop>

@@ -5,13 +5,13 @@
 //
 // Asleep, awake. Until the first question nothing is put in the tables: what is stored lies in a backlog
 // (content_backlog.hpp), at a tenth of the cost. A question first puts all of it there, in slices (`rouse`).
-// From then on the context is awake, and the backlog is short: kPendingMax blocks, which are put in the
-// tables together. When more blocks than it holds have come since the last question, it falls asleep again. A
-// content is in the backlog or in the tables, seldom in both (where its prefix went and came back), and that
-// does no harm.
+// From then on the context is awake, and the backlog is short: 4,096 blocks, and fewer in a small context,
+// which are put in the tables together by what comes next. When more blocks than it held at the last question
+// have come since, it falls asleep again. A content is in the backlog or in the tables, seldom in both (where
+// its prefix went and came back), and that does no harm.
 //
-// Growth. A bucket holds kRecordsPerBucket records on average: an insertion that makes them more splits the
-// next bucket, never more than a few for each that it inserts.
+// Growth. A bucket holds some 30 records on average (`records_per_bucket`): an insertion that makes them more
+// splits the next bucket, never more than a few for each that it inserts.
 //
 // Removal. Only the prefix hash is known then, and a table from prefix to record would cost 5 bytes a block
 // and a fifth of the time of an insertion. So a prefix is put down as doomed, which hides it from every
@@ -104,17 +104,20 @@ class FuzzyContext {
   bool dismantle();
 
  private:
-  static constexpr size_t kRecordsPerBucket = 28;
   static constexpr size_t kRecordsPerBucketCrowded = 8;
   static constexpr size_t kBucketRecordsMax = 1'024;
   static constexpr size_t kVisitsPerRemoval = 16;
-  static constexpr size_t kInsertionsPerSplit = 4;  // at the least
-  static constexpr size_t kSplitsMin = 8;           // together they are cheaper than one by one
-  static constexpr size_t kPendingMax = 1'024;      // of an awake context
+  static constexpr size_t kInsertionsPerSplit = 16;  // at the least
+  static constexpr size_t kSplitsMin = 8;            // together they are cheaper than one by one
+  static constexpr size_t kPut = 1'024;              // in one go
+  static constexpr size_t kPutsPerInsertion = 2;     // at the least, once a backlog is long
+  static constexpr size_t kPendingPart = 64;         // of an awake context that waits, at the most
+  static constexpr size_t kPendingMax = 4 * kPut;
   static constexpr size_t kUnaskedMin = 65'536;
-  static constexpr size_t kDrainsPerSlice = 4;
-  static constexpr size_t kSplitsPerSlice = 2'048;
+  static constexpr size_t kDrainsPerSlice = 3;
+  static constexpr size_t kSplitsPerSlice = 1'024;
   static constexpr size_t kSpreadPerSlice = 16'384;
+  static constexpr size_t kSweptTogether = 16;
   static constexpr size_t kBatch = 128;
   static constexpr size_t kLag = 6;
 
@@ -145,6 +148,7 @@ class FuzzyContext {
 
   bool is_doomed(uint64_t prefix) { return doomed_[0].contains(prefix) || doomed_[1].contains(prefix); }
   bool revive(uint64_t prefix);
+  size_t pending_max() const { return std::clamp(size() / kPendingPart, kPut, kPendingMax); }
   void drain();
   void put(std::span<const Record> records);
   void put_block(const Record& record, const NearTable::Spot& spot);
@@ -157,6 +161,7 @@ class FuzzyContext {
   void walk_buckets(ContentCursor& cursor, std::vector<ContentRow>& rows);
   void walk_chain(ContentCursor& cursor, size_t rows_max, std::vector<ContentRow>& rows);
 
+  size_t records_per_bucket() const;
   size_t splits_for(size_t records) const;
   void grow(size_t insertions);
   void sweep(size_t visits_max);
@@ -166,7 +171,10 @@ class FuzzyContext {
   size_t shingle_;
   const NearScans* scans_;
   bool awake_ = false;
-  size_t unasked_ = 0;  // blocks that came since the last question
+  size_t held_ = 0;           // at the last question
+  size_t unasked_ = 0;        // blocks that came since
+  bool is_draining_ = false;  // the backlog has been long and is not short yet
+  bool has_asker_ = false;    // who does that, it seems: nothing has come since the last slice
   ContentBacklog backlog_;
   NearTable table_;
   uint64_t version_ = 0;
@@ -177,14 +185,15 @@ class FuzzyContext {
   // Where the sweep stands: in the backlog, then at these leading kBitsMax bits of chunk A.
   ContentBacklog::Cursor backlog_cursor_;
   uint32_t cursor_ = 0;
-  std::vector<Record> batch_, sorted_;  // of `drain`, and what comes back doomed
+  std::vector<Record> taken_;      // by `drain`
+  std::vector<Record> come_back_;  // doomed, of an insertion
   std::vector<Pages> trash_;
   bool released_ = false;  // it is taken apart
 };
 
 inline size_t FuzzyContext::bytes() const {
   size_t bytes = backlog_.bytes() + table_.bytes() + chains_.bytes();
-  bytes += (batch_.capacity() + sorted_.capacity()) * sizeof(Record);
+  bytes += (taken_.capacity() + come_back_.capacity()) * sizeof(Record);
   for (const Doom& doomed : doomed_)
     bytes += doomed.prefixes.bytes() + doomed.bitmap.capacity() * sizeof(uint64_t);
   for (const Pages& pages : trash_) bytes += pages.bytes();
@@ -195,29 +204,36 @@ inline size_t FuzzyContext::bytes() const {
 
 inline void FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span<const Content> hashes) {
   ++version_;
-  batch_.clear();
+  come_back_.clear();
   const bool any_doomed = doomed() != 0;
   for (size_t i = 0; i < prefixes.size(); ++i) {
     if (prefixes[i] == 0) continue;
     const Record record{hashes[i].simhash, hashes[i].hash, prefixes[i]};
     if (any_doomed && is_doomed(record.prefix))
-      batch_.push_back(record);
+      come_back_.push_back(record);
     else
       backlog_.add(record);
   }
-  if (!batch_.empty()) put(batch_);
+  if (!come_back_.empty()) put(come_back_);
   unasked_ += prefixes.size();
-  if (unasked_ > std::max(size(), kUnaskedMin)) awake_ = false;
-  // Once, or as much as came: should whoever asked have gone before all was roused, that is done bit by bit.
-  for (size_t drained = 0; awake_ && backlog_.size() >= kPendingMax && drained <= prefixes.size();
-       drained += kPendingMax)
+  if (unasked_ > std::max(held_, kUnaskedMin)) awake_ = false;
+  if (!awake_ || std::exchange(has_asker_, false)) return;
+  // More than comes, and one after the other until little is left: between events, others empty the caches.
+  // Should whoever asked have gone before all was roused, that is done bit by bit.
+  is_draining_ |= backlog_.size() >= pending_max();
+  const size_t puts = std::max(kPutsPerInsertion, prefixes.size() / kPut + 1);
+  for (size_t i = 0; i < puts && is_draining_; ++i) {
     drain();
+    is_draining_ = backlog_.size() >= kPut;
+  }
 }
 
 inline bool FuzzyContext::rouse() {
   awake_ = true;
+  held_ = size();
   unasked_ = 0;
   if (backlog_.size() == 0) return true;
+  is_draining_ = has_asker_ = true;
   ++version_;
   size_t splits = splits_for(table_.size() + backlog_.size());
   if (splits != 0 && table_.size() < table_.buckets()) {  // now they are cheap, there is little to be moved
@@ -231,24 +247,15 @@ inline bool FuzzyContext::rouse() {
   }
   for (size_t drains = splits == 0 ? kDrainsPerSlice : 1; drains > 0 && backlog_.size() != 0; --drains)
     drain();
-  return backlog_.size() == 0;
+  is_draining_ = backlog_.size() != 0;
+  return !is_draining_;
 }
 
-// Puts some kPendingMax of the backlog in the tables, roughly in the order of table A.
+// Puts some kPut of the backlog in the tables, roughly in the order of table A.
 inline void FuzzyContext::drain() {
-  constexpr unsigned kSortBits = 11;
-  batch_.clear();
-  const unsigned alike = backlog_.take(kPendingMax, batch_);
-  const auto digit = [alike](const Record& record) { return record.simhash << alike >> (64 - kSortBits); };
-  std::array<uint32_t, 1u << kSortBits> begins{};
-  for (const Record& record : batch_) ++begins[digit(record)];
-  uint32_t begin = 0;
-  for (uint32_t& count : begins) begin += std::exchange(count, begin);
-  sorted_.resize(batch_.size());
-  for (const Record& record : batch_) sorted_[begins[digit(record)]++] = record;
-  if (doomed() != 0)
-    std::erase_if(sorted_, [this](const Record& record) { return is_doomed(record.prefix); });
-  put(sorted_);
+  backlog_.take(kPut, taken_);
+  if (doomed() != 0) std::erase_if(taken_, [this](const Record& record) { return is_doomed(record.prefix); });
+  put(taken_);
 }
 
 // What a block needs is fetched from memory, step by step, some blocks ahead.
@@ -287,10 +294,18 @@ inline void FuzzyContext::put_block(const Record& record, const NearTable::Spot&
   table_.insert(record, spot);
 }
 
+// What the buckets of a small table lack in records weighs more there, beside what does not grow with it; and
+// it is searched the faster.
+inline size_t FuzzyContext::records_per_bucket() const {
+  if (table_.bits() < bits_early_) return kRecordsPerBucketCrowded;
+  if (table_.bits() < 12) return 36;
+  return table_.bits() < 14 ? 32 : 28;
+}
+
 // How many are due for so many records; some at a time, or none.
 inline size_t FuzzyContext::splits_for(size_t records) const {
   if (table_.bits() == NearTable::kBitsMax) return 0;
-  const size_t load = table_.bits() < bits_early_ ? kRecordsPerBucketCrowded : kRecordsPerBucket;
+  const size_t load = records_per_bucket();
   return records < load * (table_.buckets() + kSplitsMin) ? 0 : records / load - table_.buckets();
 }
 
@@ -347,7 +362,7 @@ inline void FuzzyContext::sweep(size_t visits_max) {
     const unsigned below = NearTable::kBitsMax - table_.bits();
     const uint32_t leading = cursor_ >> below;
     const uint32_t ahead = (leading + 2) & ((1u << table_.bits()) - 1);
-    table_.for_buckets(ahead, [&](uint32_t bucket) { table_.prefetch_prefixes(bucket); });
+    table_.for_buckets(ahead, [&](uint32_t bucket) { table_.prefetch_swept(bucket); });
     table_.for_buckets(leading, [&](uint32_t bucket) {
       visits += 1 + table_.bucket_size(bucket);
       sweep_bucket(bucket);
@@ -360,13 +375,22 @@ inline void FuzzyContext::sweep(size_t visits_max) {
   }
 }
 
+// What an erasure needs is fetched for some doomed records at once.
 inline void FuzzyContext::sweep_bucket(uint32_t bucket) {
-  for (uint32_t slot = table_.bucket_size(bucket); slot-- > 0;) {
-    if (!is_doomed(table_.prefix({bucket, slot}))) continue;
-    if (const std::optional<Record> survivor = survivor_of(table_.record({bucket, slot})))
-      table_.set_prefix({bucket, slot}, survivor->prefix);
-    else
-      table_.erase({bucket, slot});
+  std::array<uint32_t, kSweptTogether> slots;
+  for (uint32_t slot = table_.bucket_size(bucket); slot > 0;) {
+    size_t doomed = 0;
+    while (slot > 0 && doomed < slots.size())
+      if (is_doomed(table_.prefix({bucket, --slot}))) slots[doomed++] = slot;
+    const std::span<const uint32_t> found(slots.data(), doomed);
+    for (const uint32_t each : found) table_.prefetch_spot(table_.spot_of({bucket, each}));
+    for (const uint32_t each : found) table_.prefetch_words(table_.spot_of({bucket, each}));
+    for (const uint32_t each : found) {  // from the last on: the last of the bucket takes the place of one
+      if (const std::optional<Record> survivor = survivor_of(table_.record({bucket, each})))
+        table_.set_prefix({bucket, each}, survivor->prefix);
+      else
+        table_.erase({bucket, each});
+    }
   }
 }
 

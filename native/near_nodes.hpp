@@ -15,11 +15,18 @@ struct Record {
   uint64_t prefix;
 };
 
-// Eight records, field by field: a search reads the first line only.
-struct alignas(64) RecordNode {
+// Eight records, field by field, in two parts: a search reads SimHashes only.
+struct alignas(64) SimHashNode {
   uint64_t simhash[8];
+};
+struct alignas(64) NamesNode {
   uint64_t content[8];
   uint64_t prefix[8];
+};
+struct RecordNode {  // one, wherever its parts lie
+  uint64_t* simhash;
+  uint64_t* content;
+  uint64_t* prefix;
 };
 
 // What tables B and C keep of the records of one bucket (see NearTable), from the front, and the node behind.
@@ -40,7 +47,14 @@ struct alignas(32) Bucket {
   uint32_t size;
 };
 
-using RecordPool = NodePool<RecordNode>;
+class RecordPool : public NodePool<SimHashNode, NamesNode> {
+ public:
+  RecordNode at(uint32_t number) {
+    NamesNode& names = part<1>(number);
+    return {part<0>(number).simhash, names.content, names.prefix};
+  }
+  const uint64_t* simhashes(uint32_t number) const { return part<0>(number).simhash; }
+};
 using WordPool = NodePool<WordNode>;
 
 inline uint32_t node_number(const Bucket& bucket, uint32_t index, const WordPool& words) {
@@ -85,6 +99,6 @@ struct Asked {
   unsigned distance_max;
 };
 
-inline constexpr size_t kScanAhead = 12;
+inline constexpr size_t kScanAhead = 16;
 
 }  // namespace kvindexer

@@ -41,7 +41,7 @@ struct RecordScan {
 // fetched.
 [[gnu::always_inline]] inline void prefetch_ahead(const WordScan& scan, const Visit* visit) {
   __builtin_prefetch(scan.heads + visit[kScanAhead].bucket);
-  uint32_t number = scan.heads[visit[9].bucket].next_number;
+  uint32_t number = scan.heads[visit[10].bucket].next_number;
   __builtin_prefetch(&scan.pool.at(number));
   number = scan.pool.at(scan.heads[visit[6].bucket].next_number).next_number;
   __builtin_prefetch(&scan.pool.at(number));
@@ -51,9 +51,9 @@ struct RecordScan {
 
 [[gnu::always_inline]] inline void prefetch_ahead(const RecordScan& scan, const Visit* visit) {
   __builtin_prefetch(scan.buckets + visit[kScanAhead].bucket);
-  const Bucket& bucket = scan.buckets[visit[kScanAhead / 2].bucket];
+  const Bucket& bucket = scan.buckets[visit[8].bucket];
   for (uint32_t j = 0; j < Bucket::kInline && j * 8 < bucket.size; ++j)
-    __builtin_prefetch(scan.records.at(bucket.nodes[j]).simhash);
+    __builtin_prefetch(scan.records.simhashes(bucket.nodes[j]));
 }
 
 [[gnu::always_inline]] inline void scan_words(const WordScan& scan, std::vector<Candidate>& out) {
@@ -81,12 +81,12 @@ struct RecordScan {
     const Visit& visit = scan.asked.visits[i];
     const Bucket& bucket = scan.buckets[visit.bucket];
     for (uint32_t first = 0; first < bucket.size; first += 8) {
-      const RecordNode& node = scan.records.at(node_number(bucket, first / 8, scan.pool));
+      const uint64_t* const simhashes = scan.records.simhashes(node_number(bucket, first / 8, scan.pool));
       const uint32_t lanes = std::min<uint32_t>(8, bucket.size - first);
       for (uint32_t j = visit.begin; j < scan.asked.visits[i + 1].begin; ++j)
         for (uint32_t lane = 0; lane < lanes; ++lane)
-          if (static_cast<unsigned>(__builtin_popcountll(node.simhash[lane] ^
-                                                         scan.asked.queries[scan.asked.asks[j].query()])) <=
+          if (static_cast<unsigned>(
+                  __builtin_popcountll(simhashes[lane] ^ scan.asked.queries[scan.asked.asks[j].query()])) <=
               scan.asked.distance_max)
             out.push_back({scan.asked.asks[j].query(), visit.bucket, first + lane});
     }
@@ -194,11 +194,13 @@ class LaidOut {
   // A bit for each lane whose word differs from the pattern in at most so many bits.
   KVINDEXER_TARGET_AVX2 uint32_t near(uint32_t pattern, uint32_t distance_max) const {
     // Where the table for a nibble begins: in each byte.
-    const uint32_t even = (pattern & 0x0F0F0F0F) << 4, odd = pattern & 0xF0F0F0F0;
-    const __m256i a = _mm256_add_epi8(distances(0, even & 0xFF), distances(1, odd & 0xFF));
-    const __m256i b = _mm256_add_epi8(distances(2, even >> 8 & 0xFF), distances(3, odd >> 8 & 0xFF));
-    const __m256i c = _mm256_add_epi8(distances(4, even >> 16 & 0xFF), distances(5, odd >> 16 & 0xFF));
-    const __m256i d = _mm256_add_epi8(distances(6, even >> 24), distances(7, odd >> 24));
+    uint32_t even = (pattern & 0x0F0F0F0F) << 4, odd = pattern & 0xF0F0F0F0;
+    const __m256i a = _mm256_add_epi8(distances(0, first_byte(even)), distances(1, first_byte(odd)));
+    const __m256i b = _mm256_add_epi8(distances(2, second_byte(even)), distances(3, second_byte(odd)));
+    even >>= 16;
+    odd >>= 16;
+    const __m256i c = _mm256_add_epi8(distances(4, first_byte(even)), distances(5, first_byte(odd)));
+    const __m256i d = _mm256_add_epi8(distances(6, second_byte(even)), distances(7, second_byte(odd)));
     const __m256i sum = _mm256_add_epi8(_mm256_add_epi8(a, b), _mm256_add_epi8(c, d));
     const __m256i limit = _mm256_set1_epi8(static_cast<char>(distance_max + 1));
     return used_ & static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpgt_epi8(limit, sum)));
@@ -209,6 +211,17 @@ class LaidOut {
     const __m256i low = _mm256_set1_epi8(15);
     nibbles_[nibble] = _mm256_and_si256(bytes, low);
     nibbles_[nibble + 1] = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low);
+  }
+  // An instruction each, where a compiler that sees what they come from shifts and masks.
+  [[gnu::always_inline]] static uint64_t first_byte(uint32_t from) {
+    uint64_t byte;
+    asm("movzbl %b1, %k0" : "=r"(byte) : "q"(from));
+    return byte;
+  }
+  [[gnu::always_inline]] static uint64_t second_byte(uint32_t from) {
+    uint64_t byte;
+    asm("movzbl %h1, %k0" : "=R"(byte) : "Q"(from));
+    return byte;
   }
   KVINDEXER_TARGET_AVX2 __m256i distances(unsigned nibble, size_t table_from) const {
     const __m256i table = _mm256_broadcastsi128_si256(
@@ -266,6 +279,7 @@ inline constexpr uint32_t kLaidOutMax = kLanes + 8;
 KVINDEXER_TARGET_AVX2 inline void scan_laid_out(const WordScan& scan, const Visit& visit, const Ask* ask,
                                                 const Ask* end, std::vector<Candidate>& out) {
   const WordNode* const none = &scan.pool.at(0);
+  const uint32_t* const patterns = scan.words;
   const WordNode* first = scan.heads + visit.bucket;
   bool is_odd = false;
   for (const WordNode* node = first; node != none; node = &scan.pool.at(node->next_number)) is_odd = !is_odd;
@@ -275,7 +289,7 @@ KVINDEXER_TARGET_AVX2 inline void scan_laid_out(const WordScan& scan, const Visi
       const __m256i words = _mm256_load_si256(reinterpret_cast<const __m256i*>(first->words));
       const uint32_t used = (1u << first->count) - 1;
       for (const Ask* each = ask; each < end; ++each) {
-        const __m256i pattern = _mm256_set1_epi32(static_cast<int>(scan.words[each->query()]));
+        const __m256i pattern = _mm256_set1_epi32(static_cast<int>(patterns[each->query()]));
         const __m256i limit = _mm256_set1_epi32(static_cast<int>(each->distance_max()) + 1);
         const uint32_t near = used & words_below(words, pattern, limit);
         if (__builtin_expect(near != 0, 0)) add_words(out, each->query(), visit.bucket, first->words, near);
@@ -283,7 +297,7 @@ KVINDEXER_TARGET_AVX2 inline void scan_laid_out(const WordScan& scan, const Visi
     } else {
       const LaidOut laid_out(first->words, first->count, second->words, second->count);
       for (const Ask* each = ask; each < end; ++each) {
-        const uint32_t near = laid_out.near(scan.words[each->query()], each->distance_max());
+        const uint32_t near = laid_out.near(patterns[each->query()], each->distance_max());
         if (__builtin_expect(near != 0, 0))
           add_lanes(out, each->query(), visit.bucket, *first, *second, near);
       }
@@ -300,7 +314,7 @@ KVINDEXER_TARGET_AVX2 inline void scan_laid_out(const WordScan& scan, const Visi
   size_t kept = begin;
   for (size_t i = begin; i < out.size(); ++i) {
     const uint32_t slot = first + out[i].word_or_slot;
-    const uint64_t simhash = scan.records.at(node_number(bucket, slot / 8, scan.pool)).simhash[slot & 7];
+    const uint64_t simhash = scan.records.simhashes(node_number(bucket, slot / 8, scan.pool))[slot & 7];
     const int distance = __builtin_popcountll(simhash ^ scan.asked.queries[out[i].query]);
     if (static_cast<unsigned>(distance) <= scan.asked.distance_max)
       out[kept++] = {out[i].query, out[i].bucket, slot};
@@ -317,9 +331,10 @@ KVINDEXER_TARGET_AVX2 inline void scan_laid_out(const RecordScan& scan, const Vi
     const uint32_t left = bucket.size - first;
     now = left <= kLaidOutMax ? left : kLanes;
     for (uint32_t slot = 0; slot < now; slot += 8) {
-      const RecordNode& node = scan.records.at(node_number(bucket, (first + slot) / 8, scan.pool));
-      const __m256 front = _mm256_load_ps(reinterpret_cast<const float*>(node.simhash));
-      const __m256 back = _mm256_load_ps(reinterpret_cast<const float*>(node.simhash + 4));
+      const uint64_t* const simhashes =
+          scan.records.simhashes(node_number(bucket, (first + slot) / 8, scan.pool));
+      const __m256 front = _mm256_load_ps(reinterpret_cast<const float*>(simhashes));
+      const __m256 back = _mm256_load_ps(reinterpret_cast<const float*>(simhashes + 4));
       const __m256i lower = _mm256_castps_si256(_mm256_shuffle_ps(front, back, 0x88));
       _mm256_store_si256(reinterpret_cast<__m256i*>(words + slot), _mm256_permute4x64_epi64(lower, 0xD8));
     }
@@ -370,9 +385,9 @@ KVINDEXER_TARGET_AVX2 inline void scan_laid_out(const RecordScan& scan, const Vi
     }
     const Bucket& bucket = scan.buckets[visit->bucket];
     for (uint32_t first = 0; first < bucket.size; first += 8) {
-      const RecordNode& node = scan.records.at(node_number(bucket, first / 8, scan.pool));
-      const __m256i front = _mm256_load_si256(reinterpret_cast<const __m256i*>(node.simhash));
-      const __m256i back = _mm256_load_si256(reinterpret_cast<const __m256i*>(node.simhash + 4));
+      const uint64_t* const simhashes = scan.records.simhashes(node_number(bucket, first / 8, scan.pool));
+      const __m256i front = _mm256_load_si256(reinterpret_cast<const __m256i*>(simhashes));
+      const __m256i back = _mm256_load_si256(reinterpret_cast<const __m256i*>(simhashes + 4));
       const uint32_t used = bucket.size - first >= 8 ? 0xFF : (1u << (bucket.size - first)) - 1;
       for (const Ask* ask = asks + visit->begin; ask < end; ++ask) {
         const __m256i pattern = _mm256_set1_epi64x(static_cast<long long>(scan.asked.queries[ask->query()]));
@@ -418,8 +433,8 @@ KVINDEXER_TARGET_AVX512 inline void scan_records_avx512(const RecordScan& scan, 
     const Ask* const end = asks + visit[1].begin;
     const Bucket& bucket = scan.buckets[visit->bucket];
     for (uint32_t first = 0; first < bucket.size; first += 8) {
-      const RecordNode& node = scan.records.at(node_number(bucket, first / 8, scan.pool));
-      const __m512i simhashes = _mm512_load_si512(node.simhash);
+      const __m512i simhashes =
+          _mm512_load_si512(scan.records.simhashes(node_number(bucket, first / 8, scan.pool)));
       const __mmask8 used =
           static_cast<__mmask8>(bucket.size - first >= 8 ? 0xFF : (1u << (bucket.size - first)) - 1);
       for (const Ask* ask = asks + visit->begin; ask < end; ++ask) {

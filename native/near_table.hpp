@@ -115,20 +115,26 @@ class NearTable {
     return spot;
   }
 
+  Spot spot_of(RecordPlace place) const {
+    return spot_of(node_of(at(place.bucket), place.slot).simhash[place.slot & 7]);
+  }
+
   [[gnu::always_inline]] void prefetch(uint64_t simhash) const {
     __builtin_prefetch(&at(bucket_of(simhash)));
   }
   [[gnu::always_inline]] void prefetch_simhashes(const Bucket& bucket) const {
     for (uint32_t j = 0; j < Bucket::kInline && j * 8 < bucket.size; ++j)
-      __builtin_prefetch(records_.at(bucket.nodes[j]).simhash);
+      __builtin_prefetch(records_.simhashes(bucket.nodes[j]));
   }
   [[gnu::always_inline]] void prefetch_records(uint64_t simhash) const {
     prefetch_simhashes(at(bucket_of(simhash)));
   }
-  [[gnu::always_inline]] void prefetch_prefixes(uint32_t number) const {
+  [[gnu::always_inline]] void prefetch_swept(uint32_t number) const {
     const Bucket& bucket = at(number);
-    for (uint32_t j = 0; j < Bucket::kInline && j * 8 < bucket.size; ++j)
-      __builtin_prefetch(records_.at(bucket.nodes[j]).prefix);
+    for (uint32_t j = 0; j < Bucket::kInline && j * 8 < bucket.size; ++j) {
+      __builtin_prefetch(node_of(bucket, 8 * j).prefix);
+      __builtin_prefetch(node_of(bucket, 8 * j).simhash);
+    }
   }
 
   // For an insertion, one behind the other: the first lines, those that it writes, and the rest of what
@@ -140,12 +146,15 @@ class NearTable {
   [[gnu::always_inline]] void prefetch_tail(const Spot& spot) const {
     const uint32_t last = spot.bucket->size / 8;
     if (last < Bucket::kInline && spot.bucket->size % 8 != 0) {
-      const RecordNode& node = records_.at(spot.bucket->nodes[last]);
+      const RecordNode node = node_of(*spot.bucket, spot.bucket->size);
       __builtin_prefetch(node.simhash, 1);
       __builtin_prefetch(node.content, 1);
       __builtin_prefetch(node.prefix, 1);
     }
     __builtin_prefetch(&words_.at(spot.heads[0]->next_number));
+  }
+  [[gnu::always_inline]] void prefetch_words(const Spot& spot) const {  // behind the first
+    for (const WordNode* head : spot.heads) __builtin_prefetch(&words_.at(head->next_number), 1);
   }
   [[gnu::always_inline]] void prefetch_more_words(const Spot& spot) const {
     __builtin_prefetch(&words_.at(words_.at(spot.heads[0]->next_number).next_number));
@@ -168,7 +177,7 @@ class NearTable {
   void insert(const Record& record, const Spot& spot);
   void erase(RecordPlace place);
   Record record(RecordPlace place) const {
-    const RecordNode& node = node_of(at(place.bucket), place.slot);
+    const RecordNode node = node_of(at(place.bucket), place.slot);
     return {node.simhash[place.slot & 7], node.content[place.slot & 7], node.prefix[place.slot & 7]};
   }
   uint64_t prefix(RecordPlace place) const {
@@ -200,7 +209,9 @@ class NearTable {
 
  private:
   friend class NearSearch;
-  static constexpr uint32_t kPieces = 32;  // of the buckets, by their leading bits
+  // Of the buckets, by their leading bits, of which one is collected at a time: the more, the more time it
+  // takes and the less memory.
+  uint32_t pieces() const { return bits_ < 14 ? 16 : 32; }
   using Radii = std::array<int, 3>;
 
   struct Level {                 // the buckets of one number of leading bits
@@ -253,7 +264,7 @@ class NearTable {
   WordNode& head(unsigned table, uint32_t bucket) const {
     return level_of(bucket).words(table)[index_of(bucket)];
   }
-  RecordNode& node_of(const Bucket& bucket, uint32_t slot) const {
+  RecordNode node_of(const Bucket& bucket, uint32_t slot) const {
     return const_cast<RecordPool&>(records_).at(node_number(bucket, slot / 8, words_));
   }
 
@@ -281,7 +292,7 @@ class NearTable {
   WordNode& half_of(unsigned table, uint64_t simhash) const {
     return levels_[1].words(table)[chunk(table, simhash, bits_ + 1)];
   }
-  uint32_t buckets_collected() const { return (1u << bits_) / kPieces; }
+  uint32_t buckets_collected() const { return (1u << bits_) / pieces(); }
   void collect(size_t buckets);
   void collect_from(std::span<const Bucket> buckets);
 
@@ -322,7 +333,7 @@ inline std::optional<RecordPlace> NearTable::find(uint64_t simhash, uint64_t con
   const uint32_t number = bucket_of(simhash);
   const Bucket& bucket = at(number);
   for (uint32_t first = 0; first < bucket.size; first += 8) {
-    const RecordNode& node = node_of(bucket, first);
+    const RecordNode node = node_of(bucket, first);
     const uint32_t lanes = std::min<uint32_t>(8, bucket.size - first);
     for (uint32_t lane = 0; lane < lanes; ++lane)
       if (node.simhash[lane] == simhash && node.content[lane] == content)
@@ -344,7 +355,7 @@ inline void NearTable::insert(const Record& record, const Spot& spot) {
 inline void NearTable::append(Bucket& bucket, const Record& record) {
   if (bucket.size % 8 == 0) append_node(bucket, bucket.size / 8);
   const uint32_t slot = bucket.size++;
-  RecordNode& node = node_of(bucket, slot);
+  const RecordNode node = node_of(bucket, slot);
   node.simhash[slot & 7] = record.simhash;
   node.content[slot & 7] = record.content;
   node.prefix[slot & 7] = record.prefix;
@@ -353,14 +364,14 @@ inline void NearTable::append(Bucket& bucket, const Record& record) {
 inline void NearTable::erase(RecordPlace place) {
   Bucket& bucket = at(place.bucket);
   const uint32_t last = bucket.size - 1;
-  RecordNode& node = node_of(bucket, place.slot);
+  const RecordNode node = node_of(bucket, place.slot);
   const uint64_t simhash = node.simhash[place.slot & 7];
   for (unsigned table = 1; table < 3; ++table) {
     const uint32_t of_word = bucket_at(table, simhash);
     erase_word(head(table, of_word), word_of(table, simhash, bits_of(of_word)));
     if (is_collected(table, simhash)) erase_word(half_of(table, simhash), word_of(table, simhash, bits_ + 1));
   }
-  const RecordNode& from = node_of(bucket, last);
+  const RecordNode from = node_of(bucket, last);
   node.simhash[place.slot & 7] = from.simhash[last & 7];
   node.content[place.slot & 7] = from.content[last & 7];
   node.prefix[place.slot & 7] = from.prefix[last & 7];
@@ -383,6 +394,7 @@ inline void NearTable::append_node(Bucket& bucket, uint32_t index) {
   }
   if (number == 0) {
     number = words_.take();
+    words_.at(number) = {};
     if (before == nullptr)
       bucket.more = number;
     else
@@ -442,7 +454,7 @@ inline void NearTable::erase_word(WordNode& head, uint32_t word) {
 inline void NearTable::split(size_t buckets) {
   if (buckets == 0) return;
   assert(bits_ < kBitsMax && "words have no bits for more");
-  constexpr size_t kCollectedPerSplit = 16;  // take about as long
+  constexpr size_t kCollectedPerSplit = 8;
   if (frontier_ == 0 && levels_[1].directory.pages() == 0) levels_[1].resize(bits_ + 1);
   if (!makes_words()) return split_run(std::min(buckets, (size_t{1} << bits_) - frontier_));
   while (buckets != 0 && makes_words()) {
@@ -485,18 +497,23 @@ inline void NearTable::prefetch_split(size_t bucket, unsigned step) const {
   if (step != 1) return;
   const Bucket& records = level.buckets()[bucket];
   for (uint32_t j = 0; j < Bucket::kInline && j * 8 < records.size; ++j) {
-    __builtin_prefetch(records_.at(records.nodes[j]).simhash);
-    __builtin_prefetch(records_.at(records.nodes[j]).content);
-    __builtin_prefetch(records_.at(records.nodes[j]).prefix);
+    const RecordNode node = node_of(records, 8 * j);
+    __builtin_prefetch(node.simhash);
+    __builtin_prefetch(node.content);
+    __builtin_prefetch(node.prefix);
   }
 }
 
 inline void NearTable::split_one() {
   for (unsigned table = 1; table < 3; ++table) {
-    if (makes_words())
-      drop_words(levels_[0].words(table)[frontier_]);
-    else
+    if (!makes_words()) {
       split_words(table);
+      continue;
+    }
+    drop_words(levels_[0].words(table)[frontier_]);
+    WordNode* const halves = levels_[1].words(table) + 2 * size_t{frontier_};
+    for (size_t i = 0; i < 2; ++i)  // a page is touched here, and not by many insertions
+      if (halves[i].count == 0) halves[i] = WordNode{};
   }
   split_records();
   ++frontier_;
@@ -522,9 +539,9 @@ inline void NearTable::split_records() {
   Bucket& whole = levels_[0].buckets()[frontier_];
   Bucket* const halves = levels_[1].buckets() + 2 * size_t{frontier_};
   halves[0] = halves[1] = {};  // so that a page is touched here, and not by many insertions
-  RecordNode* last[2] = {};    // of the halves
+  RecordNode last[2] = {};     // of the halves
   for (uint32_t first = 0; first < whole.size; first += 8) {
-    const RecordNode& from = node_of(whole, first);
+    const RecordNode from = node_of(whole, first);
     const uint32_t lanes = std::min<uint32_t>(8, whole.size - first);
     for (uint32_t lane = 0; lane < lanes; ++lane) {
       const uint64_t simhash = from.simhash[lane];
@@ -532,11 +549,11 @@ inline void NearTable::split_records() {
       const uint32_t slot = halves[half].size++;
       if (slot % 8 == 0) {
         append_node(halves[half], slot / 8);
-        last[half] = &node_of(halves[half], slot);
+        last[half] = node_of(halves[half], slot);
       }
-      last[half]->simhash[slot & 7] = simhash;
-      last[half]->content[slot & 7] = from.content[lane];
-      last[half]->prefix[slot & 7] = from.prefix[lane];
+      last[half].simhash[slot & 7] = simhash;
+      last[half].content[slot & 7] = from.content[lane];
+      last[half].prefix[slot & 7] = from.prefix[lane];
     }
   }
   for (uint32_t index = (whole.size + 7) / 8; index-- > 0;) drop_node(whole, index);
@@ -604,7 +621,7 @@ inline void NearTable::collect(size_t buckets) {
 }
 
 inline void NearTable::collect_from(std::span<const Bucket> buckets) {
-  constexpr size_t kAhead = 4;
+  constexpr size_t kAhead = 10;
   const LanesAlike lanes_alike = native_lanes_alike();
   Patterns of_piece;
   for (unsigned table = 1; table < 3; ++table) {

@@ -4,8 +4,10 @@
 // holes of sizes that nobody wants any more (see pages.hpp); nodes of one size fit any hole.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -14,25 +16,35 @@
 
 namespace kvindexer {
 
-template <class Node>
+// A node may have several parts, each kind in memory of its own: whoever reads one of them only reads from as
+// few pages as may be.
+template <class... Parts>
 class NodePool {
-  static_assert(std::is_trivially_copyable_v<Node> && Pages::kPageBytes % alignof(Node) == 0);
+  static_assert(((std::is_trivially_copyable_v<Parts> && Pages::kPageBytes % alignof(Parts) == 0) && ...));
+  template <size_t kPart>
+  using PartOf = std::tuple_element_t<kPart, std::tuple<Parts...>>;
 
  public:
-  Node& at(uint32_t number) {
-    return static_cast<Node*>(chunks_[number >> kChunkBits].base())[number & (kChunk - 1)];
+  template <size_t kPart>
+  PartOf<kPart>& part(uint32_t number) {
+    const Pages& pages = chunks_[number >> kChunkBits][kPart];
+    return static_cast<PartOf<kPart>*>(pages.base())[number & (kChunk - 1)];
   }
-  const Node& at(uint32_t number) const { return const_cast<NodePool*>(this)->at(number); }
+  template <size_t kPart>
+  const PartOf<kPart>& part(uint32_t number) const {
+    return const_cast<NodePool*>(this)->template part<kPart>(number);
+  }
+  PartOf<0>& at(uint32_t number) { return part<0>(number); }
+  const PartOf<0>& at(uint32_t number) const { return part<0>(number); }
 
   // Node 0 is there to be looked at, all zero.
   NodePool() { add_chunk(); }
 
-  // A zeroed node. Throws std::bad_alloc, and then nothing has changed.
+  // A node with whatever it held when it was given back. Throws std::bad_alloc, and then nothing has changed.
   uint32_t take() {
     if (!free_.empty()) {
       const uint32_t number = free_.back();
       free_.pop_back();
-      at(number) = Node{};
       return number;
     }
     if (next_ >> kChunkBits == chunks_.size()) add_chunk();
@@ -42,31 +54,35 @@ class NodePool {
   void give(uint32_t number) { free_.push_back(number); }
 
   size_t bytes() const {
-    return chunks_.size() * kChunk * sizeof(Node) + free_.capacity() * sizeof(uint32_t);
+    return chunks_.size() * kChunk * (sizeof(Parts) + ...) + free_.capacity() * sizeof(uint32_t);
   }
 
   // Moves the memory out, for a caller that gives it back in slices. The pool is not used any more.
   void release_into(std::vector<Pages>& pages) {
-    for (Pages& chunk : chunks_) pages.push_back(std::move(chunk));
+    for (Chunk& chunk : chunks_)
+      for (Pages& part : chunk) pages.push_back(std::move(part));
     chunks_.clear();
   }
 
  private:
   static constexpr uint32_t kChunkBits = 8;
   static constexpr uint32_t kChunk = 1u << kChunkBits;
-  static_assert(kChunk * sizeof(Node) % Pages::kPageBytes == 0);
+  static_assert(((kChunk * sizeof(Parts) % Pages::kPageBytes == 0) && ...));
+  using Chunk = std::array<Pages, sizeof...(Parts)>;
 
   void add_chunk() {
-    Pages chunk;
-    constexpr size_t kPages = kChunk * sizeof(Node) / Pages::kPageBytes;
-    if (chunks_.empty())  // of most pools there is no more
-      chunk.resize(kPages);
-    else
-      chunk.renew(kPages);
+    constexpr size_t kPages[] = {kChunk * sizeof(Parts) / Pages::kPageBytes...};
+    Chunk chunk;
+    for (size_t i = 0; i < chunk.size(); ++i) {
+      if (chunks_.empty())  // of most pools there is no more
+        chunk[i].resize(kPages[i]);
+      else
+        chunk[i].renew(kPages[i]);
+    }
     chunks_.push_back(std::move(chunk));
   }
 
-  std::vector<Pages> chunks_;
+  std::vector<Chunk> chunks_;
   std::vector<uint32_t> free_;
   uint32_t next_ = 1;
 };

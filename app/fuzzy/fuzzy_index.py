@@ -42,7 +42,7 @@ HASH_BITS = 64
 _ROW = struct.Struct("<IHHQ")
 
 # What a slice of a question does at most, about: each is well below a millisecond of work.
-_WORK_A_SLICE = 65_536  # of a search (native/near_search.hpp)
+_WORK_A_SLICE = 40_960  # of a search (native/near_search.hpp)
 _WINDOWS_A_SLICE = 1_024
 _MATCHES_A_SLICE = 512
 

@@ -301,6 +301,50 @@ def test_an_index_that_is_not_asked_any_more_falls_asleep_and_wakes_again() -> N
     assert (stats.asleep, stats.backlog) == (0, 0)
 
 
+def test_an_index_that_is_asked_once_and_only_grows_falls_asleep() -> None:
+    """And one that is asked now and then stays awake, and has few blocks that wait for their place in the tables."""
+    chance = random.Random(8)
+    index = FuzzyIndex(FuzzyLimits())
+    assert index.add_context(CONTEXT, BLOCK)
+    for _ in wake_slices(index):
+        pass
+    for number in range(300):
+        index.store(CONTEXT, chance.randbytes(8 * 256), chance.randbytes(4 * BLOCK * 256))
+        stats = index.stats()
+        assert stats.asleep == (stats.blocks > 65_536), number
+        assert stats.asleep or stats.backlog <= 1_024 + 256
+    assert stats.backlog > 300 * 256 - 65_536 - 2_048
+    for _ in wake_slices(index):
+        pass
+    for number in range(200):
+        index.store(CONTEXT, chance.randbytes(8 * 2_048), chance.randbytes(4 * BLOCK * 2_048))
+        stats = index.stats()
+        assert stats.asleep == 0
+        assert stats.backlog <= max(1_024, min(4_096, stats.blocks // 64)) + 2_048
+        if number % 30 == 29:
+            for _ in wake_slices(index):
+                pass
+    assert stats.blocks == 300 * 256 + 200 * 2_048
+
+
+def test_a_block_takes_no_more_than_forty_bytes_at_any_size() -> None:
+    """From 100,000 contents on, while tables grow and words are made anew; asked often enough to stay awake."""
+    chance = random.Random(9)
+    index = FuzzyIndex(FuzzyLimits())
+    assert index.add_context(CONTEXT, BLOCK)
+    blocks, batch = 0, 1_024
+    while blocks < 3_000_000:
+        if blocks % 16_384 == 0:
+            for _ in wake_slices(index):
+                pass
+        index.store(CONTEXT, chance.randbytes(8 * batch), chance.randbytes(4 * BLOCK * batch))
+        blocks += batch
+        stats = index.stats()
+        if blocks >= 100_000:
+            assert stats.bytes / blocks < 40, blocks
+    assert (stats.blocks, stats.asleep) == (blocks, 0)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_blocks_come_and_go_while_many_are_put_in_the_tables(seed: int) -> None:
     """So many that they are spread by their SimHashes first; a question that is not waited for leaves the rest."""

@@ -24,6 +24,7 @@
 #include "id_table.hpp"
 #include "json_cut.hpp"
 #include "linear_scan.hpp"
+#include "plain_batch.hpp"
 #include "prefix_index.hpp"
 #include "request_head.hpp"
 #include "wire.hpp"
@@ -854,6 +855,64 @@ nb::object request_head(const nb::bytes& data) {
                         head.bytes, head.body_bytes);
 }
 
+// -- batches that no Python object is made of
+
+// The events as app/events.py has them, for the tests and their oracle.
+nb::list events_of(const PlainBatch& batch) {
+  nb::list events;
+  for (const PlainBatch::Event& event : batch.events()) {
+    const nb::bytes hashes(event.hashes.data(), event.hashes.size_bytes());
+    if (event.kind == wire::EventKind::kRemoved) {
+      events.append(nb::make_tuple(event.tier, event.group, hashes));
+    } else {
+      events.append(nb::make_tuple(event.tier, event.group, hashes, event.parent,
+                                   nb::bytes(event.tokens, event.token_count * 4)));
+    }
+  }
+  return events;
+}
+
+nb::object apply_plain(const PlainBatch& self, PrefixIndex& index, uint32_t source, uint32_t context,
+                       Tick now, bool count_copies) {
+  const auto apply = [&] { return self.apply(index, source, context, now, count_copies); };
+  const PlainBatch::Applied applied = self.blocks() < kBlocksWithoutInterpreter ? apply() : [&] {
+    const nb::gil_scoped_release others_may_run;
+    return apply();
+  }();
+  return nb::make_tuple(applied.stored, applied.removed, applied.orphans, applied.unknown);
+}
+
+nb::object optional_text(const std::optional<std::string_view>& text) {
+  return text ? nb::object(nb::str(text->data(), text->size())) : nb::object(nb::none());
+}
+
+void bind_plain_batch(nb::module_& m) {
+  nb::class_<PlainBatch>(m, "PlainBatch")
+      .def(nb::init<std::vector<std::pair<std::string, uint32_t>>, std::vector<std::string>>(), "tiers"_a,
+           "kinds"_a)
+      .def("read_msgpack",
+           [](PlainBatch& self, nb::handle payload, size_t events_max) -> nb::object {
+             if (!self.read_msgpack(BufferView(payload).span(), events_max)) return nb::none();
+             return nb::make_tuple(self.ts(), self.rank());
+           })
+      .def("read_json",
+           [](PlainBatch& self, nb::handle body, size_t events_max) -> nb::object {
+             const BufferView view(body);
+             wire::JsonEnvelope said;
+             if (!self.read_json(view.span(), events_max, said)) return nb::none();
+             return nb::make_tuple(nb::str(said.pod.data(), said.pod.size()), optional_text(said.model),
+                                   optional_text(said.lora), said.dp_rank, said.seq, said.ts);
+           })
+      .def("kind",
+           [](const PlainBatch& self) {
+             return nb::make_tuple(self.events().size(), self.stores(), self.tier(), self.block_size(),
+                                   self.lora().empty() ? nb::object(nb::none()) : nb::str(self.lora().c_str()),
+                                   self.speaks_of_others_than(0));
+           })
+      .def("events", &events_of)
+      .def("apply", &apply_plain);
+}
+
 // The parsers of JSON numbers one by one, for the tests to compare.
 template <typename Number, bool (*scan)(wire::Span, uint8_t*, size_t&)>
 nb::object scan_json(nb::handle data) {
@@ -907,4 +966,5 @@ NB_MODULE(_native, m) {
   bind_index(m);
   bind_answers(m);
   bind_wire(m);
+  bind_plain_batch(m);
 }

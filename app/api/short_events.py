@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Awaitable
 from typing import Annotated, Any
 
@@ -28,6 +29,11 @@ SEQ_MAX = 2**63 - 1  # a larger one is for the long way
 COMMAS_MAX = 262_144  # of an envelope without its arrays, and so of the values that are built for it
 _SEQ_DIGITS_MAX = 18  # and so less than SEQ_MAX
 QUERY_BYTES_MAX = 2_048
+PLAIN_BYTES_MAX = 131_072  # of a batch that is read natively as a whole
+_PLAINLY_TOLD = (
+    b'{"accepted":%d,"stored_blocks":%d,"removed_blocks":%d,"orphans":%d,'
+    b'"ignored":0,"rejected":[],"duplicate":false}'
+)
 
 _Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 
@@ -61,6 +67,12 @@ def answer(
 
 def _from_json(wiring: Wiring, body: bytes | memoryview) -> bytes | Awaitable[bytes] | None:
     events_max = wiring.settings.events_max
+    plain = wiring.plain.read_json(body, events_max) if len(body) <= PLAIN_BYTES_MAX else None
+    if plain is not None:
+        pod, model, lora, dp_rank, seq, ts = plain
+        told = _apply_plain(wiring, pod, model, dp_rank, seq, lora, ts)
+        if told is not None:
+            return told
     cut = _native.json_cut(body, len(body), 2 * events_max)
     if cut is None:
         return None
@@ -104,6 +116,14 @@ def _from_payload(
     if said is None:
         return None
     pod, model, lora, dp_rank, seq, owner = said
+    plain = None
+    if owner is None and len(body) <= PLAIN_BYTES_MAX:
+        plain = wiring.plain.read_msgpack(body, wiring.settings.events_max)
+    if plain is not None:
+        ts, rank = plain
+        told = _apply_plain(wiring, pod, model, (rank or 0) if dp_rank is None else dp_rank, seq, lora, ts)
+        if told is not None:
+            return told
     try:
         batch = decode_batch(body, block_size=known_block_size(wiring.service, pod, dp_rank or 0))
     except UnreadableBatch:
@@ -114,6 +134,32 @@ def _from_payload(
         apply_batch(
             wiring, batch, body, pod=pod, model=model, dp_rank=dp_rank, seq=seq, lora=lora, owner=owner
         )
+    )
+
+
+def _apply_plain(
+    wiring: Wiring,
+    pod: str,
+    model: str | None,
+    dp_rank: int,
+    seq: int | None,
+    lora: str | None,
+    ts: float | None,
+) -> bytes | None:
+    """What is answered to the batch that `wiring.plain` has read. None: nothing has changed, it needs the general way."""
+    service = wiring.writer.immediate
+    if service is None:
+        return None
+    result = service.post_plain(pod, wiring.plain, model=model, dp_rank=dp_rank, seq=seq, lora=lora)
+    if result is None:
+        return None
+    if ts is not None:
+        wiring.metrics.observe_lag(time.time() - ts)
+    return _PLAINLY_TOLD % (
+        result.accepted,
+        result.stored_blocks,
+        result.removed_blocks,
+        result.orphans,
     )
 
 

@@ -250,7 +250,7 @@ class Batches:
         source.unknown_blocks += unknown
         if orphans:
             self._report_drops()
-        return self._book(source, seq, _Tally(0, stored, removed, orphans), accepted=events)
+        return self._book(source, seq, stored, removed, orphans, accepted=events)
 
     def _is_usual(self, spec: PodSpec, source: Source, model: str | None, seq: int | None) -> bool:
         """A batch of this source changes nothing but blocks and counters, as far as can be said without its events."""
@@ -313,14 +313,23 @@ class Batches:
         self._count_rejected(source, sifted.rejected)
         accepted = len(sifted.events) + sifted.ignored
         return self._book(
-            source, seq, tally, accepted=accepted, ignored=sifted.ignored, rejected=sifted.rejected
+            source,
+            seq,
+            tally.stored_blocks,
+            tally.removed_blocks,
+            tally.orphan_blocks,
+            accepted=accepted,
+            ignored=sifted.ignored,
+            rejected=sifted.rejected,
         )
 
     def _book(
         self,
         source: Source,
         seq: int | None,
-        tally: _Tally,
+        stored_blocks: int,
+        removed_blocks: int,
+        orphan_blocks: int,
         *,
         accepted: int,
         ignored: int = 0,
@@ -328,18 +337,18 @@ class Batches:
     ) -> BatchResult:
         """The books of a batch that was applied."""
         source.batches += 1
-        source.stored_blocks += tally.stored_blocks
-        source.removed_blocks += tally.removed_blocks
-        source.orphans += tally.orphan_blocks
+        source.stored_blocks += stored_blocks
+        source.removed_blocks += removed_blocks
+        source.orphans += orphan_blocks
         source.last_seq = source.last_seq if seq is None else seq
         self._registry.hear(source)
-        waiting = self._index.orphan_blocks(source.index_id) if tally.orphan_blocks else 0
+        waiting = self._index.orphan_blocks(source.index_id) if orphan_blocks else 0
         result = BatchResult(
             accepted=accepted,
             ignored=ignored,
-            stored_blocks=tally.stored_blocks,
-            removed_blocks=tally.removed_blocks,
-            orphans=min(tally.orphan_blocks, waiting),
+            stored_blocks=stored_blocks,
+            removed_blocks=removed_blocks,
+            orphans=min(orphan_blocks, waiting),
             rejected=rejected,
         )
         if self._live.is_heard:

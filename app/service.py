@@ -457,6 +457,11 @@ class IndexerService:
             self.hints.sweep(self._now())
         self._registry.reset_silent(SILENCES_PER_TICK_MAX)
 
+    @property
+    def is_at_rest(self) -> bool:
+        """The next `tick` has nothing to sweep."""
+        return self._clock() < self._sweep_from_s and self.hints.is_empty
+
     def stats(self) -> dict[str, Any]:
         """Plain values: `sources` by state, `events` by type and `totals` of the pods registered now;
         `rejected` by reason and `queries` since the start.

@@ -173,19 +173,19 @@ async def _told_later(result: Awaitable[dict[str, Any]]) -> bytes:
 
 _KNOWN = frozenset({"pod", "model", "lora", "dp_rank", "owner"})
 
-# Pod, model, adapter, rank, owner.
-_Said = tuple[str, str | None, str | None, int | None, str | None]
+# Pod, model, adapter, rank, number, owner.
+_Said = tuple[str, str | None, str | None, int | None, int | None, str | None]
 
 
-def _read_query(
-    query_string: bytes,
-) -> tuple[str, str | None, str | None, int | None, int | None, str | None] | None:
-    """Pod, model, adapter, rank, number, owner; None where it takes more to read them.
+def _read_query(query_string: bytes) -> _Said | None:
+    """None where it takes more to read them.
 
     Nothing but the number changes from one batch of an engine to the next: the rest is remembered.
     """
     if len(query_string) > QUERY_BYTES_MAX:
         return None
+    if b"seq=" not in query_string:
+        return _read_fields(query_string)
     before, mark, rest = query_string.partition(b"&seq=")
     digits, more, behind = rest.partition(b"&")
     if mark and (not digits.isdigit() or len(digits) > _SEQ_DIGITS_MAX):
@@ -194,13 +194,13 @@ def _read_query(
     said = _read_fields(before + more + behind)
     if said is None:
         return None
-    pod, model, lora, dp_rank, owner = said
+    pod, model, lora, dp_rank, _, owner = said
     return pod, model, lora, dp_rank, seq, owner
 
 
 @functools.lru_cache(maxsize=1_024)
 def _read_fields(query_string: bytes) -> _Said | None:
-    """Parameters that need no decoding, each at most once."""
+    """Parameters that need no decoding, each at most once, and no number among them."""
     if b"%" in query_string or b"+" in query_string or not query_string.isascii():
         return None
     fields: dict[str, str] = {}
@@ -215,7 +215,7 @@ def _read_fields(query_string: bytes) -> _Said | None:
         return None
     if not rank.isdigit() or len(rank) > _SEQ_DIGITS_MAX or int(rank) > DP_RANK_MAX:
         return None
-    return pod, model, lora, int(rank) if "dp_rank" in fields else None, owner
+    return pod, model, lora, int(rank) if "dp_rank" in fields else None, None, owner
 
 
 def _plain(*names: str | None) -> bool:

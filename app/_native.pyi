@@ -442,6 +442,18 @@ def request_head(data: bytes) -> tuple[str, bytes, list[tuple[bytes, bytes]], in
     depend on (names in lower case), bytes of the head, bytes of the body. None for any other, and for one that has not
     come whole."""
 
+class HeadBook:
+    """Heads of plain POST requests that came before, by number (native/head_book.hpp)."""
+
+    def __init__(self) -> None: ...
+    def find(self, data: bytes) -> tuple[int | None, int, int] | None:
+        """(number, bytes of the head, bytes of the body); the number is None for a head that is not known. None where
+        `request_head` is."""
+
+    def put(self, data: bytes) -> tuple[int | None, int, int] | None:
+        """The same, known from now on: by the next number, or by 0 and all others are forgotten. A head with a key, or of
+        one request only, gets no number."""
+
 def scan_json(data: Buffer) -> bytes | None:
     """`json_unsigned` for the usual texts, None for others (native/digit_scan.hpp)."""
 

@@ -21,6 +21,7 @@
 #include "event_payload.hpp"
 #include "flight_book.hpp"
 #include "fuzzy_index.hpp"
+#include "head_book.hpp"
 #include "id_table.hpp"
 #include "json_cut.hpp"
 #include "linear_scan.hpp"
@@ -855,6 +856,23 @@ nb::object request_head(const nb::bytes& data) {
                         head.bytes, head.body_bytes);
 }
 
+// (number, bytes of the head, bytes of the body), None for what request_head.hpp refuses; a head without a
+// number was not put into the book.
+template <bool kPut>
+nb::object head_number(HeadBook& self, const nb::bytes& data) {
+  wire::RequestHead head;
+  if (!wire::read_request_head({data_of(data), data.size()}, head)) return nb::none();
+  const std::optional<uint32_t> number = kPut ? self.put(head) : self.find(head);
+  return nb::make_tuple(number, head.bytes, head.body_bytes);
+}
+
+void bind_head_book(nb::module_& m) {
+  nb::class_<HeadBook>(m, "HeadBook")
+      .def(nb::init<>())
+      .def("find", &head_number<false>)
+      .def("put", &head_number<true>);
+}
+
 // -- batches that no Python object is made of
 
 // The events as app/events.py has them, for the tests and their oracle.
@@ -967,4 +985,5 @@ NB_MODULE(_native, m) {
   bind_answers(m);
   bind_wire(m);
   bind_plain_batch(m);
+  bind_head_book(m);
 }

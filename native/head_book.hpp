@@ -6,8 +6,7 @@
 // byte by byte; how long the body is does not count. Heads that name one request only (an id, a trace, a
 // number of a batch), and those with a key, which may be taken back, are not for this book.
 //
-// Bound: kHeadsMax heads of kKeyBytesMax bytes; with one more all are forgotten, and numbers begin anew. So
-// `forgotten` says whether a number is of now.
+// Bound: kHeadsMax heads of kKeyBytesMax bytes; with one more all are forgotten, and numbers begin anew.
 #pragma once
 
 #include <cstdint>
@@ -34,13 +33,20 @@ class HeadBook {
   // The number of a head from now on: the next one, or 0 where all others are forgotten. None: not for this
   // book.
   std::optional<uint32_t> put(const wire::RequestHead& head) {
-    if (!write_key(head)) return std::nullopt;
+    const std::optional<uint32_t> known = find(head);
+    if (known || key_.empty()) return known;
     if (numbers_.size() == kHeadsMax) numbers_.clear();
-    return numbers_.try_emplace(key_, static_cast<uint32_t>(numbers_.size())).first->second;
+    return numbers_.emplace(key_, static_cast<uint32_t>(numbers_.size())).first->second;
   }
 
  private:
+  // False, and no key, for a head that is not for this book.
   bool write_key(const wire::RequestHead& head) {
+    if (!append_key(head) || key_.size() > kKeyBytesMax) key_.clear();
+    return !key_.empty();
+  }
+
+  bool append_key(const wire::RequestHead& head) {
     if (head.query.find("seq=") != std::string_view::npos) return false;
     key_.assign(head.path);
     key_ += '?';
@@ -55,7 +61,7 @@ class HeadBook {
       key_ += ':';
       key_ += line.value;
     }
-    return key_.size() <= kKeyBytesMax;
+    return true;
   }
 
   std::unordered_map<std::string, uint32_t> numbers_;

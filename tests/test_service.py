@@ -854,6 +854,14 @@ def test_a_source_that_was_silent_is_not_fed_natively(make: MakeBench) -> None:
     bench.clock.seconds += 61
     bench.service.tick()
     assert posted_natively(bench, told(1)) is None
+    assert posted_natively(bench, told_removed(100)) is None
+
+
+def test_nothing_is_fed_natively_while_there_are_hints(make: MakeBench) -> None:
+    bench = make()
+    bench.post(stored(0, metadata=b'{"anchor":1}'))
+    assert not bench.service.hints.is_empty
+    assert posted_natively(bench, told(1)) is None
 
 
 def test_the_live_feed_is_told_of_batches_that_were_read_natively(make: MakeBench) -> None:

@@ -413,8 +413,10 @@ def msgpack_events(
     """
 
 class PlainBatch:
-    """A posted batch of the usual events, from its bytes into the index (native/plain_batch.hpp). `tiers` are the media by
-    name, in lower case; `kinds` are those of groups that are indexed. None: it is not plain, and holds nothing now."""
+    """A posted batch of the usual events, from its bytes into the index (native/plain_batch.hpp). `tiers` are the media
+    by name, in lower case; `kinds` are those of groups that are indexed. None: it is not plain, and holds nothing now."""
+
+    BYTES_MAX: int  # of a payload or body
 
     def __init__(self, tiers: list[tuple[str, int]], kinds: list[str]) -> None: ...
     def read_msgpack(self, payload: Buffer, events_max: int) -> tuple[float | None, int | None] | None:

@@ -905,7 +905,9 @@ nb::object optional_text(const std::optional<std::string_view>& text) {
 }
 
 void bind_plain_batch(nb::module_& m) {
-  nb::class_<PlainBatch>(m, "PlainBatch")
+  nb::class_<PlainBatch> batch(m, "PlainBatch");
+  batch.attr("BYTES_MAX") = PlainBatch::kBytesMax;
+  batch
       .def(nb::init<std::vector<std::pair<std::string, uint32_t>>, std::vector<std::string>>(), "tiers"_a,
            "kinds"_a)
       .def("read_msgpack",
@@ -923,9 +925,10 @@ void bind_plain_batch(nb::module_& m) {
            })
       .def("kind",
            [](const PlainBatch& self) {
-             return nb::make_tuple(self.events().size(), self.stores(), self.tier(), self.block_size(),
-                                   self.lora().empty() ? nb::object(nb::none()) : nb::str(self.lora().c_str()),
-                                   self.speaks_of_others_than(0));
+             return nb::make_tuple(
+                 self.events().size(), self.stores(), self.tier(), self.block_size(),
+                 self.lora().empty() ? nb::object(nb::none()) : nb::str(self.lora().c_str()),
+                 self.speaks_of_others_than(0));
            })
       .def("events", &events_of)
       .def("apply", &apply_plain);

@@ -3,8 +3,8 @@
 // What event_payload.hpp is for msgpack, this is for JSON, and as there nothing is decided here that a reader
 // could see. Plain is a small subset of RFC 8259 that every parser reads alike: objects with each name once,
 // names and texts of printable ASCII without escapes, integers, arrays of numbers for the strict parsers of
-// wire.hpp. A name that is not known, a salt, metadata, an event of another kind: the whole body is not plain,
-// and the general way reads it (app/api/short_events.py). The tests hold both equal.
+// wire.hpp. A name that is not known, a salt, metadata, an event of another kind: the whole body is not
+// plain, and the general way reads it (app/api/short_events.py). The tests hold both equal.
 #pragma once
 
 #include <charconv>
@@ -134,8 +134,8 @@ class JsonEventsReader {
   bool is_complete() {
     if (!has(Field::kType) || event_.hashes == 0) return false;
     if (event_.kind == EventKind::kRemoved) {
-      constexpr uint32_t kOfRemoved = bit_of(Field::kType) | bit_of(Field::kBlockHashes) |
-                                      bit_of(Field::kMedium) | bit_of(Field::kGroup);
+      constexpr uint32_t kOfRemoved =
+          bit_of(Field::kType) | bit_of(Field::kBlockHashes) | bit_of(Field::kMedium) | bit_of(Field::kGroup);
       return (seen_ & ~kOfRemoved) == 0;
     }
     if (event_.lora && event_.lora->empty()) event_.lora.reset();

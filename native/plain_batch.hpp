@@ -1,11 +1,11 @@
 // A posted batch of the usual events, from its bytes into the index without a Python object for any of them.
 //
-// Decoding, sifting and applying a batch the general way touches some forty functions and as many objects, which
-// stores of new blocks keep driving out of the caches: it costs as much as decoding. Nearly every batch of an
-// engine is plain and uniform: stored and removed blocks as event_payload.hpp and json_events.hpp read them, all
-// stored ones of one tier, adapter and block size. Such a batch is read here into memory that is used again for
-// the next, and applied in one call. Every other one is refused before anything has changed, and goes the
-// general way (app/api/short_events.py), which reads all; the tests hold both equal.
+// Decoding, sifting and applying a batch the general way touches some forty functions and as many objects,
+// which stores of new blocks keep driving out of the caches: it costs as much as decoding. Nearly every batch
+// of an engine is plain and uniform: stored and removed blocks as event_payload.hpp and json_events.hpp read
+// them, all stored ones of one tier, adapter and block size. Such a batch is read here into memory that is
+// used again for the next, and applied in one call. Every other one is refused before anything has changed,
+// and goes the general way (app/api/short_events.py), which reads all; the tests hold both equal.
 //
 // What only its source can say (whether the block size is its own, whether a number is the next) is asked by
 // app/batches.py between the two. Bound: kBytesMax of a payload, so at most 8 times that is kept.
@@ -78,7 +78,8 @@ class PlainBatch {
   uint32_t block_size() const { return block_size_; }
   const std::string& lora() const { return lora_; }
   bool speaks_of_others_than(uint32_t tier) const {
-    return std::any_of(events_.begin(), events_.end(), [&](const Event& event) { return event.tier != tier; });
+    return std::any_of(events_.begin(), events_.end(),
+                       [&](const Event& event) { return event.tier != tier; });
   }
   size_t blocks() const {
     size_t blocks = 0;

@@ -167,7 +167,8 @@ def test_heads_have_one_number_where_they_mean_the_same(heads: list[bytes]) -> N
             if read is None:
                 assert seen is None
                 continue
-            assert seen is not None and seen[1:] == read[3:]
+            assert seen is not None
+            assert seen[1:] == read[3:]
             if seen[0] is None:
                 assert meaning not in numbers
             else:

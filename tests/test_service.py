@@ -841,7 +841,7 @@ def test_tiers_and_adapters_that_were_spoken_of_are_usual(make: MakeBench) -> No
         ({}, told_removed(100, medium="CPU")),
     ):
         decoded = decode_batch(msgspec.msgpack.encode([None, [event]]), block_size=SIZE)
-        usual = {"model": "m", "dp_rank": 0, "seq": None, "lora": None, **more}
+        usual: dict[str, Any] = {"model": "m", "dp_rank": 0, "seq": None, "lora": None, **more}
         assert posted_natively(natively, event, **more) == usually.service.post("a", decoded, **usual)
         assert natively.service.stats() == usually.service.stats()
     # An unfinished chunk is ignored, and a larger one tells the tier's size anew: that takes `post`.

@@ -29,7 +29,6 @@ SEQ_MAX = 2**63 - 1  # a larger one is for the long way
 COMMAS_MAX = 262_144  # of an envelope without its arrays, and so of the values that are built for it
 _SEQ_DIGITS_MAX = 18  # and so less than SEQ_MAX
 QUERY_BYTES_MAX = 2_048
-PLAIN_BYTES_MAX = 131_072  # of a batch that is read natively as a whole
 _PLAINLY_TOLD = (
     b'{"accepted":%d,"stored_blocks":%d,"removed_blocks":%d,"orphans":%d,'
     b'"ignored":0,"rejected":[],"duplicate":false}'
@@ -67,7 +66,7 @@ def answer(
 
 def _from_json(wiring: Wiring, body: bytes | memoryview) -> bytes | Awaitable[bytes] | None:
     events_max = wiring.settings.events_max
-    plain = wiring.plain.read_json(body, events_max) if len(body) <= PLAIN_BYTES_MAX else None
+    plain = wiring.plain.read_json(body, events_max)
     if plain is not None:
         pod, model, lora, dp_rank, seq, ts = plain
         told = _apply_plain(wiring, pod, model, dp_rank, seq, lora, ts)
@@ -116,9 +115,7 @@ def _from_payload(
     if said is None:
         return None
     pod, model, lora, dp_rank, seq, owner = said
-    plain = None
-    if owner is None and len(body) <= PLAIN_BYTES_MAX:
-        plain = wiring.plain.read_msgpack(body, wiring.settings.events_max)
+    plain = None if owner else wiring.plain.read_msgpack(body, wiring.settings.events_max)
     if plain is not None:
         ts, rank = plain
         told = _apply_plain(wiring, pod, model, (rank or 0) if dp_rank is None else dp_rank, seq, lora, ts)

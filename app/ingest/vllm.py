@@ -59,6 +59,6 @@ __all__ = [
     "encode_batch",
     "parse_live",
     "parse_replay_reply",
-    "plain_batch",
     "parse_replay_request",
+    "plain_batch",
 ]

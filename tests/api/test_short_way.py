@@ -349,7 +349,9 @@ def test_streams_of_engines_do_the_same(notation: str) -> None:
             body = dumped(pod="pod-c", model="m", ts=pair.clock.now_s, events=events, **said)
             pair.ask("/v1/events", JSON, body)
         else:
-            query = "&".join(f"{name}={value}" for name, value in {"pod": "pod-c", "model": "m", **said}.items())
+            query = "&".join(
+                f"{name}={value}" for name, value in {"pod": "pod-c", "model": "m", **said}.items()
+            )
             # The rank of the payload counts where the query names none.
             payload = msgspec.msgpack.encode([pair.clock.now_s, events, number % 2])
             pair.ask(f"/v1/events?{query}", MSGPACK, payload)

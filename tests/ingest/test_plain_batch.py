@@ -81,9 +81,7 @@ def reads_json(body: bytes) -> bool:
     assert post.owner is None
     assert len(post.events) <= EVENTS_MAX
     is_same(
-        wire_decode.decode_events(
-            JSON, post.events, ts=post.ts, dp_rank=post.dp_rank, block_size=own_size()
-        )
+        wire_decode.decode_events(JSON, post.events, ts=post.ts, dp_rank=post.dp_rank, block_size=own_size())
     )
     return True
 
@@ -152,14 +150,14 @@ def test_captured_payloads(path: Any) -> None:
 
 
 def test_a_payload_past_the_bound_is_refused() -> None:
-    tokens = [150_000] * (short_events.PLAIN_BYTES_MAX // 5)
+    tokens = [150_000] * (PLAIN.BYTES_MAX // 5)
     told = {"type": "BlockStored", "block_hashes": [1], "token_ids": tokens, "block_size": len(tokens)}
     payload = msgspec.msgpack.encode([1.5, [told]])
-    assert len(payload) > short_events.PLAIN_BYTES_MAX
+    assert len(payload) > PLAIN.BYTES_MAX
     assert not reads_payload(payload)
     told = {**told, "token_ids": tokens[:-40], "block_size": len(tokens) - 40}
     payload = msgspec.msgpack.encode([1.5, [told]])
-    assert short_events.PLAIN_BYTES_MAX > len(payload) > short_events.PLAIN_BYTES_MAX * 0.99
+    assert PLAIN.BYTES_MAX > len(payload) > PLAIN.BYTES_MAX * 0.99
     assert reads_payload(payload)
 
 

@@ -305,6 +305,7 @@ void bind_index(nb::module_& m) {
            })
       .def("orphan_blocks", &PrefixIndex::orphan_blocks)
       .def("orphan_drops", &PrefixIndex::orphan_drops)
+      .def("list_all", &PrefixIndex::list_all)
       .def("sweep",
            [](PrefixIndex& self, Tick now, size_t visits_max) {
              const Swept swept = self.sweep(now, visits_max);

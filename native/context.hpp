@@ -99,14 +99,15 @@ using PrefixTable = IdTable<PrefixOf>;
 struct Context {
   static constexpr size_t kPrefetchBytes = 512;  // of the records behind the one that is looked at
 
-  explicit Context(BlockPool& pool) : pool(pool), prefixes(PrefixOf{&pool}) {}
+  explicit Context(BlockPool& pool) : pool(pool), listed(PrefixOf{&pool}) {}
 
   BlockPool& pool;  // of all contexts
   uint32_t id = 0;
   uint64_t seed = 0;
   size_t block_bytes = 0;  // of a block's token ids
   uint64_t last_used = 0;
-  PrefixTable prefixes;
+  size_t records = 0;  // prefixes that have one
+  PrefixTable listed;  // those of them that do not follow the record before them
   SegmentedTable<Mark> marks;
   ClaimTable claims;
   std::vector<Slot> slots;
@@ -191,9 +192,11 @@ struct Context {
     });
   }
 
-  BlockId find_live(uint64_t prefix, Tick now, Tick ttl) const {
-    const BlockId id = prefixes.find(prefix);
-    return id != kNoBlock && !pool[id].is_expired(now, ttl) ? id : kNoBlock;
+  size_t following() const { return records - listed.size(); }
+  // The record of a prefix, whose parent's record is `parent`, kNoBlock when that has none.
+  BlockId find_child(const HolderSets& sets, BlockId parent, uint64_t prefix) const {
+    const BlockId neighbour = behind(sets, parent, prefix);
+    return neighbour != kNoBlock ? neighbour : listed.find(prefix);
   }
   // The record behind `id` if it is that of the prefix, as it is when both were stored together.
   BlockId behind(const HolderSets& sets, BlockId id, uint64_t prefix) const {

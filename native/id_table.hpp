@@ -21,15 +21,15 @@
 // load of the whole stays about 0.75 at any size: 7.5 to 8.0 bytes an entry from 100,000 on, 7.74 in the
 // mean. An entry is moved about twice in a doubling.
 //
-// Tried, with the CPU time of storing 256 new blocks, two insertions each, in an index of 1M: entries of 6
-// bytes in key order with gaps (ordered linear probing), in segments that grow by a page at a time, 8.2 bytes
-// an entry: 85 us; the same in segments that split (bent keys), 9.7 bytes: 65 us; these buckets: 53 us, of
-// which a quarter is waiting for page walks. Huge pages take 12 % off, but each costs 2 ms when it is touched
-// first. Splits of 8 pages into two times 8, entry by entry: 8.4 to 9.2 bytes an entry; the same time on
-// average, but 6 % less in the median in 1M blocks and 17 % in 10M, where fewer entries find their bucket
-// full, and 1.4 ms at most in place of 0.5.
-// Segments of 8 pages that split into 6: more system calls, 3 us more. Fuller ones (120 of 128 places in
-// place of 116): 7.5 bytes, and 3 ns more an insertion, for entries that find their bucket full.
+// Tried, with the CPU time of storing 256 new blocks, two insertions each (one by now), in an index of 1M:
+// entries of 6 bytes in key order with gaps (ordered linear probing), in segments that grow by a page at a
+// time, 8.2 bytes an entry: 85 us; the same in segments that split (bent keys), 9.7 bytes: 65 us; these
+// buckets: 53 us, of which a quarter is waiting for page walks. Huge pages take 12 % off, but each costs 2 ms
+// when it is touched first. Splits of 8 pages into two times 8, entry by entry: 8.4 to 9.2 bytes an entry;
+// the same time on average, but 6 % less in the median in 1M blocks and 17 % in 10M, where fewer entries find
+// their bucket full, and 1.4 ms at most in place of 0.5. Segments of 8 pages that split into 6: more system
+// calls, 3 us more. Fuller ones (120 of 128 places in place of 116): 7.5 bytes, and 3 ns more an insertion,
+// for entries that find their bucket full.
 //
 // Keys must be uniform in their leading bits. Skewed keys stay correct and cost linear time.
 #pragma once
@@ -196,12 +196,10 @@ class IdTable {
     }
   }
 
-  // Gives back the memory of at most `segments_max` segments after `drop(id)` for each of their entries.
-  // Returns true when nothing is left. For a table that is not used any more.
-  template <class Drop>
-  bool dismantle(size_t segments_max, Drop drop) {
+  // Gives back the memory of at most `segments_max` segments. Returns true when nothing is left. For a table
+  // that is not used any more.
+  bool dismantle(size_t segments_max) {
     while (segments_max-- > 0 && !segments_.empty()) {
-      for_each_in(segments_.back(), drop);
       size_ -= segments_.back().size;
       page_bytes_ -= segments_.back().memory.bytes();
       segments_.pop_back();

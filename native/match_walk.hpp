@@ -1,11 +1,13 @@
 // One walk along the blocks of a prompt: how deep does every source hold it, on which tiers?
 //
-// Most chains lie in neighbouring records (block_pool.hpp), so the block after a found one is looked for
-// there and the hash table is not asked. Where that fails, hashing runs kAhead blocks before probing, so that
-// the cache misses of the probes lie in the shadow of the hash chain (of 8, 16 and 24 blocks, 8 was
-// fastest: 11.1, 12.1 and 12.3 us for 256 blocks of which each is probed, in an index of 2M). Depths are
-// followed by the symmetric difference between the holder sets of neighbouring blocks, which is nearly always
-// empty: a walk costs the same with one holder and with a thousand.
+// Most chains lie in neighbouring records (numbered_pool.hpp), so the block after a found one is looked for
+// there and the hash table is not asked; one that follows its parent's record is found in no other way.
+// Hashes that are no chain, each on the one before it, may so be missed. Where there is no neighbour, hashing
+// runs kAhead blocks before probing, so that the cache misses of the probes lie in the shadow of the hash
+// chain (of 8, 16 and 24 blocks, 8 was fastest: 11.1, 12.1 and 12.3 us for 256 blocks of which each is
+// probed, in an index of 2M). Depths are followed by the symmetric difference between the holder sets of
+// neighbouring blocks, which is nearly always empty: a walk costs the same with one holder and with a
+// thousand.
 #pragma once
 
 #include <algorithm>
@@ -74,12 +76,12 @@ class MatchWalk {
       const size_t ahead = in_order ? block + 1 : std::min(blocks, block + kAhead);
       for (; hashed < ahead; ++hashed) {
         ring[hashed % kAhead] = hashes.next();
-        if (!in_order) context.prefixes.prefetch(ring[hashed % kAhead]);
+        if (!in_order) context.listed.prefetch(ring[hashed % kAhead]);
       }
       const uint64_t prefix = ring[block % kAhead];
       const BlockId neighbour = context.behind(sets_, id, prefix);
       in_order = block == 0 || neighbour != kNoBlock;
-      id = neighbour != kNoBlock ? neighbour : context.prefixes.find(prefix);
+      id = neighbour != kNoBlock ? neighbour : context.listed.find(prefix);
       BlockRecord* const record = id == kNoBlock ? nullptr : &context.pool[id];
       const SetId here = record == nullptr || record->is_expired(now, ttl_) ? kEmptySet : record->holders;
       if (here != set) {

@@ -1,5 +1,6 @@
 // The names of prefixes whose records carry another engine's name already, as in a fleet where every engine
-// draws a seed of its own: engine hash -> prefix hash, and the slots that name it so. Sources whose engines
+// draws a seed of its own: engine hash -> record, and the slots that name it so. A name may outlive its
+// prefix: 36 bits of that tell whether the record is still the one that was meant. Sources whose engines
 // agree share one.
 //
 // Why not beside the records: how many names a prefix has is anybody's guess. Names that came together lie in
@@ -18,8 +19,9 @@ namespace kvindexer {
 
 #pragma pack(push, 1)
 struct OtherName {
-  uint64_t key;  // mix64(engine hash): engines may count 1, 2, 3
-  uint64_t prefix;
+  uint64_t key;               // mix64(engine hash): engines may count 1, 2, 3
+  uint64_t block : 28;        // the record of the prefix when the name was made
+  uint64_t prefix_low : 36;   // of the prefix hash: whether it still is
   SetId owners : 31;          // kEmptySet: the record is free
   uint32_t has_namesake : 1;  // `key` may be found elsewhere too; once set it stays with the name
 };
@@ -59,6 +61,11 @@ class OtherNames {
     return id != kNoOtherName && pool_[id].has_namesake ? kNoOtherName : id;
   }
 
+  // Whether the name is one of this record, given the prefix that the record has now.
+  static bool is_of(const OtherName& name, BlockId block, uint64_t prefix) {
+    return name.block == block && name.prefix_low == (prefix & kPrefixLow);
+  }
+
   // Another name by this key is coming, wherever that will lie; tells whether any is here.
   bool mark_namesakes(uint64_t key) {
     bool any = false;
@@ -69,10 +76,10 @@ class OtherNames {
     return any;
   }
   // `owners` is not empty. Throws std::bad_alloc, and then nothing has changed.
-  void insert(uint64_t key, uint64_t prefix, SetId owners, bool has_namesake) {
+  void insert(uint64_t key, BlockId block, uint64_t prefix, SetId owners, bool has_namesake) {
     if (pool_.is_full()) throw std::bad_alloc();
     const OtherNameId id = pool_.add();
-    pool_[id] = {key, prefix, owners, has_namesake};
+    pool_[id] = {key, block, prefix & kPrefixLow, owners, has_namesake};
     try {
       table_.insert(key, id);
     } catch (...) {
@@ -113,6 +120,8 @@ class OtherNames {
 
  private:
   using Pool = NumberedPool<OtherName>;
+  static constexpr uint64_t kPrefixLow = (uint64_t{1} << 36) - 1;
+  static_assert(BlockPool::kIdsMax < uint64_t{1} << 28);
   struct KeyOf {
     const Pool* pool;
     uint64_t operator()(OtherNameId id) const { return (*pool)[id].key; }

@@ -3,9 +3,10 @@
 //
 // Tables.
 //   records      block_pool.hpp: prefix hash, holders, last seen and one name             28 bytes an entry
-//   prefixes     id_table.hpp, one a context: prefix hash -> record                        about 8 bytes
+//   listed       id_table.hpp, one a context: prefix hash -> record, of those that do not follow the record
+//                before them                                                               about 8 bytes
 //   names        id_table.hpp: engine hash -> records that carry it                        about 8 bytes
-//   other names  other_names.hpp: engine hash -> prefix hash, set of slots that name it so, where the record
+//   other names  other_names.hpp: engine hash -> record, set of slots that name it so, where the record
 //                carries another engine's name already                                   about 28 bytes
 //   copies       one: (engine hash, slot) -> copies beyond the first                       nearly empty
 //   aliases      one: (prefix, slot) -> names beyond the first                             nearly empty
@@ -18,6 +19,13 @@
 //
 // Blocks that came together lie in neighbouring records, so that storing, removing and matching them again
 // finds the next one without a table. Whoever relies on that checks the record that it finds there.
+//
+// A record whose parent, the block before it in its chain, lies in the record before it is not even listed:
+// it `follows`. Nobody needs it but by way of its parent, as long as everybody comes along the chain, and so
+// half of what a new block costs in tables is saved. Before a parent goes, what follows it is listed. Whoever
+// has a prefix hash and no chain has all records listed first (`list_all`), and from then on new ones are at
+// once. Invariant: a record that follows has its parent's record before it; so where a record is known to
+// have no parent, or the parent's record is known, `Context::find_child` is the whole truth.
 //
 // One limit is known and accepted: a slot names one prefix by two engine hashes (vLLM before 0.17 hides the
 // cache salt), the prefix expires, and is stored again by one of them before a sweep has met the other. Then
@@ -132,7 +140,7 @@ class PrefixIndex {
   // Makes a context; returns its number and that of the context that had to go for it, if any.
   std::pair<uint32_t, std::optional<uint32_t>> add_context(uint64_t seed, uint32_t block_size);
   void touch_context(uint32_t id) { use(id); }
-  size_t context_size(uint32_t id) const { return contexts_.at(id)->prefixes.size(); }
+  size_t context_size(uint32_t id) const { return contexts_.at(id)->records; }
   size_t block_bytes(uint32_t id) const { return contexts_.at(id)->block_bytes; }
 
   uint32_t add_source();
@@ -205,6 +213,11 @@ class PrefixIndex {
   std::vector<std::pair<uint32_t, uint64_t>> orphan_drops() { return orphans_.take_drops(); }
   Statistics statistics() const;
 
+  // Lists all records by their prefixes, looking at about `visits_max`; true when there is no more to be
+  // done. For whoever is about to ask for prefixes without their chains (`holders`, `holdings`,
+  // `store_prefixes`, `store_hashed`): they do it themselves, but all at once.
+  bool list_all(size_t visits_max);
+
   // -- snapshots (prefix_index_snapshot.cpp says how)
 
   // begin, names until done, contents until done, claims until done, changes until few are left, and at one
@@ -224,7 +237,7 @@ class PrefixIndex {
   // frame, and what of it was read has been taken in.
   uint32_t import_slot(uint32_t context, const Place& place);
   // Guesses of what is coming.
-  void import_expect(uint32_t context, size_t entries) { contexts_.at(context)->prefixes.reserve(entries); }
+  void import_expect(uint32_t context, size_t entries) { contexts_.at(context)->listed.reserve(entries); }
   void import_expect_names(size_t entries, size_t other_names) {
     names_.reserve(entries);
     other_names_.reserve(other_names);
@@ -286,7 +299,10 @@ class PrefixIndex {
     const uint8_t* tokens = nullptr;        // of all blocks; null: not known
     std::vector<Content> contents = {};     // of the plain blocks, where their tokens are not known
     size_t plain = 0;                       // leading blocks on whose chains nobody has extra keys
-    BlockId before = kNoBlock;              // of the block before the next one
+    bool is_chain = true;                   // each block stands on the one before it
+    std::optional<uint64_t> parent = {};    // on which the first block of a chain stands
+    BlockId before = kNoBlock;              // record of the block before the next one; kNoBlock: it has none
+    BlockId record = kNoBlock;              // of the only block, where that is known
     bool restating = false;  // a root event: leading blocks that the slot names are told again, not copied
     std::optional<uint32_t> slot = {};  // made with the first block that is stored
     uint32_t owner = 0;
@@ -331,6 +347,7 @@ class PrefixIndex {
                    const ExtraKeys& extra, std::vector<uint64_t>& prefixes) const;
   static size_t plain_blocks(bool parent, const ExtraKeys& extra, size_t blocks);
   uint64_t store_frame(Context& context, Frame first, Tick now, bool count_copies);
+  void renew_parent(Context& context, Frame& frame);
   void release_waiters(Context& context, const Frame& frame, size_t block, std::vector<Frame>& frames);
   uint64_t prefix_at(Frame& frame, size_t block) {
     while (frame.hashed <= block) hashed_[frame.hashed++] = frame.chain->next();
@@ -341,11 +358,13 @@ class PrefixIndex {
   void store_renamed(const Storing& by, Frame& frame);
   void store_new(const Storing& by, Frame& frame);
   void store_block(const Storing& by, Frame& frame);
-  bool store_name(const Storing& by, uint32_t slot, uint64_t key, uint64_t prefix, BlockId& id, bool counts);
+  bool store_name(const Storing& by, uint32_t slot, uint64_t key, uint64_t prefix, BlockId parent,
+                  BlockId& id, bool counts);
   void see(const Storing& by, Frame& frame, size_t block, BlockId id);
 
   // prefix_index_remove.cpp
   size_t remove_run(Removal& removal, std::span<const uint64_t> engine_hashes, Tick now);
+  void empty_run(Removal& removal, HolderStep& step, std::span<const uint64_t> engine_hashes);
   size_t remove_renamed(Removal& removal, std::span<const uint64_t> engine_hashes, Tick now);
   bool is_counted(Context& context, uint64_t key, uint64_t prefix);
   void find_targets(Removal& removal, uint64_t key);
@@ -353,8 +372,28 @@ class PrefixIndex {
   void prefetch_removal(const Removal& removal, std::span<const uint64_t> engine_hashes) const;
 
   // prefix_index_names.cpp: records
-  BlockId add_record(Context& context, uint64_t prefix, SetId holders, Tick last_seen);
-  void hold(Context& context, uint32_t slot, BlockId& id, uint64_t prefix, Tick now);
+  BlockId add_record(Context& context, uint64_t prefix, BlockId parent, SetId holders, Tick last_seen);
+  BlockId find(Context& context, uint64_t prefix);
+  BlockId find_live(Context& context, uint64_t prefix, Tick now);
+  // Where the record before is probably that of the prefix before, but need not be.
+  BlockId find_near(Context& context, BlockId before, uint64_t prefix) {
+    const BlockId neighbour = context.behind(sets_, before, prefix);
+    return neighbour != kNoBlock ? neighbour : find(context, prefix);
+  }
+  // Whether a new record may be left out of the table. `parent`: of the block before, if there is one.
+  bool may_follow(BlockId parent, BlockId id) const {
+    if (lists_all_ || parent == kNoBlock || id != parent + 1) return false;
+    const BlockRecord* const before = pool_.peek(parent);
+    return before != nullptr && before->holders != kEmptySet;
+  }
+  bool is_followed(BlockId id) const {
+    const BlockRecord* const next = pool_.peek(id + 1);
+    return next != nullptr && next->follows;
+  }
+  void list(Context& context, BlockId id);
+  void list_behind(Context& context, BlockId id);
+  void free_record(Context& context, BlockId id);
+  void hold(Context& context, uint32_t slot, BlockId& id, uint64_t prefix, BlockId parent, Tick now);
   void unname(BlockId id);
   void discard(Context& context, BlockId id);
   void replace(SetId& set, SetId by);
@@ -386,19 +425,26 @@ class PrefixIndex {
     const SetId owners = owners_of(name);
     return sets_.context(owners) == context.id && sets_.contains(owners, slot);
   }
-  BlockId record_of(const Context& context, const Naming& name) const {
-    return name.id != kNoBlock ? name.id : context.prefixes.find(other_names_[name.other].prefix);
+  // The record of the prefix that the name meant when it was made; kNoBlock when that is gone.
+  BlockId block_of(const OtherName& name) const {
+    const BlockRecord* const record = pool_.peek(name.block);
+    if (record == nullptr || record->holders == kEmptySet) return kNoBlock;
+    if (sets_.context(record->holders) != sets_.context(name.owners)) return kNoBlock;
+    return OtherNames::is_of(name, name.block, record->prefix) ? static_cast<BlockId>(name.block) : kNoBlock;
+  }
+  BlockId record_of(const Naming& name) const {
+    return name.id != kNoBlock ? name.id : block_of(other_names_[name.other]);
   }
   bool has_name(uint64_t key) const { return names_.find(key) != kNoBlock || other_names_.has(key); }
-  // The name by this key, if it is the only one, that of the prefix, and no record's.
-  OtherNameId find_other(const Context& context, uint64_t key, uint64_t prefix) const {
+  // The name by this key, if it is the only one, that of the prefix with this record, and no record's.
+  OtherNameId find_other(uint64_t key, BlockId block) const {
     const OtherNameId id = other_names_.only(key);
-    if (id == kNoOtherName || other_names_[id].prefix != prefix) return kNoOtherName;
-    return sets_.context(other_names_[id].owners) == context.id ? id : kNoOtherName;
+    return id != kNoOtherName && block_of(other_names_[id]) == block ? id : kNoOtherName;
   }
   void prefetch_names(std::span<const uint64_t> engine_hashes, bool are_new, size_t at,
                       size_t& fetched) const;
-  Naming find_own_name(Context& context, uint32_t slot, uint64_t key, uint64_t prefix, BlockId id, Tick now);
+  Naming find_own_name(Context& context, uint32_t slot, uint64_t key, BlockId id, Tick now);
+  void drop_other(OtherNameId id);
   void add_name(BlockId id, uint64_t key, SetId owners);
   void set_owners(const Naming& name, SetId owners);
   void own(Context& context, uint32_t slot, const Naming& name, BlockId id, uint64_t key);
@@ -462,6 +508,8 @@ class PrefixIndex {
   HolderSets sets_;
   MatchWalk walk_;
   BlockPool pool_;
+  bool lists_all_ = false;    // new records too
+  uint64_t list_cursor_ = 0;  // up to which no record follows another
   NameTable names_;
   OtherNames other_names_;
   SurplusTable copies_, aliases_;

@@ -20,7 +20,7 @@ std::optional<PrefixIndex::Named> PrefixIndex::resolve(uint32_t source, uint64_t
     if (context == nullptr || (only != nullptr && context != only)) return false;
     const LocalSource* const local = context->find_source(source);
     if (local == nullptr) return false;
-    const BlockId id = record_of(*context, name);
+    const BlockId id = record_of(name);
     for (const uint32_t number : local->slots) {
       const Slot& slot = context->slots[number];
       const bool is_preferred =
@@ -39,24 +39,76 @@ std::optional<PrefixIndex::Named> PrefixIndex::resolve(uint32_t source, uint64_t
 // -- records
 
 // A new record; takes over the caller's reference to `holders`. May evict others.
-BlockId PrefixIndex::add_record(Context& context, uint64_t prefix, SetId holders, Tick last_seen) {
-  if (context.prefixes.size() >= limits_.prefixes_per_context_max) evict(context);
+BlockId PrefixIndex::add_record(Context& context, uint64_t prefix, BlockId parent, SetId holders,
+                                Tick last_seen) {
+  if (context.records >= limits_.prefixes_per_context_max) evict(context);
   if (pool_.is_full()) throw std::bad_alloc();
   const BlockId id = pool_.add();
   BlockRecord& record = pool_[id];
   record.prefix = prefix;
   record.holders = holders;
   record.last_seen = last_seen;
-  context.prefixes.insert(prefix, id);
+  ++context.records;
+  if (may_follow(parent, id))
+    record.follows = true;
+  else
+    context.listed.insert(prefix, id);
   return id;
 }
 
-// Adds the slot to the holders; `id` is kNoBlock when the prefix is new, and becomes its record.
-void PrefixIndex::hold(Context& context, uint32_t slot, BlockId& id, uint64_t prefix, Tick now) {
+// The record of any prefix of the context. One that follows the record before it is found through that one
+// only: whoever asks for a prefix without its parent has all of them listed, now and from now on. list_all
+// did that beforehand, a slice at a time, or this is a long call.
+BlockId PrefixIndex::find(Context& context, uint64_t prefix) {
+  const BlockId id = context.listed.find(prefix);
+  if (id != kNoBlock || context.following() == 0) return id;
+  list_all(SIZE_MAX);
+  return context.listed.find(prefix);
+}
+
+BlockId PrefixIndex::find_live(Context& context, uint64_t prefix, Tick now) {
+  const BlockId id = find(context, prefix);
+  return id != kNoBlock && !pool_[id].is_expired(now, limits_.ttl) ? id : kNoBlock;
+}
+
+bool PrefixIndex::list_all(size_t visits_max) {
+  lists_all_ = true;
+  size_t visits = 0;
+  return pool_.walk(list_cursor_, [&](BlockId id, const BlockRecord* record) {
+    if (record != nullptr && record->follows)
+      if (Context* const context = find_context(sets_.context(record->holders))) list(*context, id);
+    return ++visits < visits_max;
+  });
+}
+
+// A record that follows the one before it becomes one that is found by its prefix.
+void PrefixIndex::list(Context& context, BlockId id) {
+  context.listed.insert(uint64_t{pool_[id].prefix}, id);
+  pool_[id].follows = false;
+}
+
+// Before a record goes: what follows it can be found without it. Throws std::bad_alloc, and then nothing has
+// changed.
+void PrefixIndex::list_behind(Context& context, BlockId id) {
+  if (const BlockRecord* const next = pool_.peek(id + 1); next != nullptr && next->follows)
+    list(context, id + 1);
+}
+
+// Behind list_behind.
+void PrefixIndex::free_record(Context& context, BlockId id) {
+  if (!pool_[id].follows) context.listed.erase(pool_[id].prefix, id);
+  --context.records;
+  pool_.free(id);
+}
+
+// Adds the slot to the holders; `id` is kNoBlock when the prefix is new, and becomes its record; `parent` is
+// that of the prefix before it, if it is known.
+void PrefixIndex::hold(Context& context, uint32_t slot, BlockId& id, uint64_t prefix, BlockId parent,
+                       Tick now) {
   if (id == kNoBlock) {
     const SetId alone = sets_.with(kEmptySet, context.id, slot);
     sets_.retain(alone);
-    id = add_record(context, prefix, alone, now);
+    id = add_record(context, prefix, parent, alone, now);
   } else {
     SetId holders = pool_[id].holders;
     replace(holders, sets_.with(holders, context.id, slot));
@@ -78,10 +130,10 @@ void PrefixIndex::unname(BlockId id) {
 
 // Takes a record that nobody holds any more out of everything.
 void PrefixIndex::discard(Context& context, BlockId id) {
+  list_behind(context, id);
   die(context, pool_[id]);
-  context.prefixes.erase(pool_[id].prefix, id);
   unname(id);
-  pool_.free(id);
+  free_record(context, id);
 }
 
 void PrefixIndex::replace(SetId& set, SetId by) {
@@ -108,29 +160,43 @@ void PrefixIndex::prefetch_names(std::span<const uint64_t> engine_hashes, bool a
     other_names_.prefetch_record(mix64(engine_hashes[i]));
 }
 
-// The name (engine hash, prefix) of this context, whoever owns it; `id` is the prefix's record. Should the
-// slot call another prefix so, that ends: the newest wins.
-PrefixIndex::Naming PrefixIndex::find_own_name(Context& context, uint32_t slot, uint64_t key, uint64_t prefix,
-                                               BlockId id, Tick now) {
+// The name that this prefix, whose record is `id`, has by this key, whoever owns it. Should the slot call
+// another prefix so, that ends: the newest wins.
+PrefixIndex::Naming PrefixIndex::find_own_name(Context& context, uint32_t slot, uint64_t key, BlockId id,
+                                               Tick now) {
   if (id != kNoBlock) {
     const BlockRecord& record = pool_[id];
     if (record.owners != kEmptySet && record.name == key && !record.has_namesake) return {id, kNoOtherName};
   }
-  Naming same, older;
+  Naming same, wrong;
   do {
-    same = older = {};
+    same = wrong = {};
     each_name(key, [&](const Naming& name) {
       if (sets_.context(owners_of(name)) != context.id) return false;
-      const uint64_t named = name.id != kNoBlock ? pool_[name.id].prefix : other_names_[name.other].prefix;
-      if (named == prefix)
+      const BlockId named = record_of(name);
+      if (named != kNoBlock && named == id)
         same = name;
-      else if (owns(name, context, slot))
-        older = name;
-      return static_cast<bool>(older);
+      else if (named == kNoBlock || owns(name, context, slot))
+        wrong = name;
+      return static_cast<bool>(wrong);
     });
-    if (older) disown(context, slot, older, record_of(context, older), now);  // the tables have moved
-  } while (older);
+    if (wrong && record_of(wrong) == kNoBlock)
+      drop_other(wrong.other);  // its prefix may come back into the same record, and must not bring it back
+    else if (wrong)
+      disown(context, slot, wrong, record_of(wrong), now);  // the tables have moved
+  } while (wrong);
   return same;
+}
+
+// The name of a prefix that is gone.
+void PrefixIndex::drop_other(OtherNameId id) {
+  const OtherName& name = other_names_[id];
+  const uint64_t key = name.key;
+  const SetId owners = name.owners;
+  touch(key);
+  uncount(key, owners, kEmptySet);
+  other_names_.erase(id);
+  sets_.release(owners);
 }
 
 // A new name of the record's prefix; takes over the caller's reference to `owners`.
@@ -142,7 +208,7 @@ void PrefixIndex::add_name(BlockId id, uint64_t key, SetId owners) {
   });
   BlockRecord& record = pool_[id];
   if (record.owners != kEmptySet) {
-    other_names_.insert(key, record.prefix, owners, has_namesake);
+    other_names_.insert(key, id, record.prefix, owners, has_namesake);
     return;
   }
   record.name = key;
@@ -175,7 +241,6 @@ void PrefixIndex::own(Context& context, uint32_t slot, const Naming& name, Block
 void PrefixIndex::disown(Context& context, uint32_t slot, const Naming& name, BlockId id, Tick now) {
   const bool in_record = name.id != kNoBlock;
   const uint64_t key = in_record ? pool_[name.id].name : other_names_[name.other].key;
-  const uint64_t prefix = in_record ? pool_[name.id].prefix : other_names_[name.other].prefix;
   touch(key);
   copies_.set(key, context.id, slot, 0);
   SetId owners = owners_of(name);
@@ -185,6 +250,7 @@ void PrefixIndex::disown(Context& context, uint32_t slot, const Naming& name, Bl
   if (owners == kEmptySet && !in_record) other_names_.erase(name.other);
 
   if (!holds(slot, id, now)) return;
+  const uint64_t prefix = pool_[id].prefix;
   if (const uint64_t others = aliases_.get(prefix, context.id, slot); others != 0)
     return aliases_.set(prefix, context.id, slot, others - 1);
   --context.slots[slot].blocks;

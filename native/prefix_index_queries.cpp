@@ -16,10 +16,13 @@ uint64_t PrefixIndex::add_speculative(uint32_t id, uint32_t source, HashList has
   const uint32_t local = local_source(context, source);
   const LocalSource& of_source = context.sources[local];
   uint64_t marked = 0;
+  BlockId held = kNoBlock;
   for (size_t i = 0; i < blocks; ++i) {
     const uint64_t prefix = hashes.next();
-    const BlockId held = context.find_live(prefix, now, limits_.ttl);
-    if (held != kNoBlock && context.is_held_by(sets_, pool_[held], of_source)) continue;
+    held = context.find_child(sets_, held, prefix);
+    if (held != kNoBlock && !pool_[held].is_expired(now, limits_.ttl) &&
+        context.is_held_by(sets_, pool_[held], of_source))
+      continue;
     if (Mark* const mark = context.find_mark(prefix, local)) {
       mark->deadline = context.is_live(*mark, now) ? std::max(mark->deadline, now + ttl) : now + ttl;
       mark->epoch = of_source.mark_epoch;
@@ -48,7 +51,7 @@ void PrefixIndex::confirm(Context& context, uint64_t prefix, uint32_t local) {
 std::vector<Place> PrefixIndex::holders(uint32_t id, uint64_t prefix, Tick now) {
   std::vector<Place> found;
   Context* const context = find_context(id);
-  const BlockId record = context == nullptr ? kNoBlock : context->find_live(prefix, now, limits_.ttl);
+  const BlockId record = context == nullptr ? kNoBlock : find_live(*context, prefix, now);
   if (record == kNoBlock) return found;
   sets_.for_each(pool_[record].holders, [&](uint32_t number) {
     const Slot& slot = context->slots[number];
@@ -62,8 +65,8 @@ std::vector<Holding> PrefixIndex::holdings(uint32_t id, std::span<const uint64_t
   Context* const context = find_context(id);
   if (context == nullptr) return found;
   for (uint32_t i = 0; i < prefixes.size(); ++i) {
-    if (i + kAhead < prefixes.size()) context->prefixes.prefetch(prefixes[i + kAhead]);
-    const BlockId record = context->find_live(prefixes[i], now, limits_.ttl);
+    if (i + kAhead < prefixes.size()) context->listed.prefetch(prefixes[i + kAhead]);
+    const BlockId record = find_live(*context, prefixes[i], now);
     if (record == kNoBlock) continue;
     sets_.for_each(pool_[record].holders, [&](uint32_t number) {
       const Slot& slot = context->slots[number];
@@ -88,7 +91,7 @@ std::optional<uint64_t> PrefixIndex::prefix_of(uint32_t context_id, const Place&
   if (!slot) return found;
   each_name(mix64(engine_hash), [&](const Naming& name) {
     if (!owns(name, *context, *slot)) return false;
-    const BlockId id = record_of(*context, name);
+    const BlockId id = record_of(name);
     if (!holds(*slot, id, now)) return false;
     const uint64_t prefix =
         pool_[id].prefix;  // a copy: records are packed, so no reference may point into one
@@ -140,13 +143,13 @@ Statistics PrefixIndex::statistics() const {
   now.bytes = sets_.bytes() + pool_.bytes() + names_.bytes() + other_names_.bytes() +
               copies_.table().bytes() + aliases_.table().bytes();
   for (const auto& [id, context] : contexts_) {
-    now.prefixes += context->prefixes.size();
-    now.bytes += sizeof(Context) + context->prefixes.bytes() + context->marks.bytes() +
+    now.prefixes += context->records;
+    now.bytes += sizeof(Context) + context->listed.bytes() + context->marks.bytes() +
                  context->claims.bytes() + context->slots.capacity() * sizeof(Slot) +
                  context->sources.capacity() * sizeof(LocalSource);
   }
   for (const auto& context : graveyard_)
-    now.bytes += context->prefixes.bytes() + context->marks.bytes() + context->claims.bytes();
+    now.bytes += context->listed.bytes() + context->marks.bytes() + context->claims.bytes();
   now.holder_sets = sets_.size();
   now.engine_keys = names_.size() + other_names_.size();
   now.copies = copies_.table().size();

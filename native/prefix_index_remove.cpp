@@ -29,27 +29,26 @@ Removed PrefixIndex::remove(const Place& place, std::span<const uint64_t> engine
 }
 
 // The next names, as long as each lies in the record beside the one before it and is the slot's only one for
-// a block that it holds once. Nearly all of them take the same step from one set of slots to another. Where
-// nobody is left, what the tables need is fetched kAhead blocks early. Returns how many went.
+// a block that it holds once. Nearly all of them take the same step from one set of slots to another. Returns
+// how many went.
 size_t PrefixIndex::remove_run(Removal& removal, std::span<const uint64_t> engine_hashes, Tick now) {
   if (removal.step == 0 || !removal.slot) return 0;
-  struct Ahead {
-    uint64_t prefix, key;
-    PrefixTable::Spot in_prefixes;
-    NameTable::Spot in_names;
-  };
-  std::array<Ahead, 2 * kAhead> ring{};
   Context& context = *removal.context;
   Slot& slot = context.slots[*removal.slot];
   HolderStep step(sets_);
-  size_t at = 0;
-  for (size_t fetched = 0; at < engine_hashes.size(); ++at) {
-    const BlockId id = removal.near + removal.step;
+  const auto named = [&](BlockId id, uint64_t key) -> BlockRecord* {
     BlockRecord* const record = pool_.peek(id);
-    const uint64_t key = mix64(engine_hashes[at]);
     if (record == nullptr || record->name != key || record->owners == kEmptySet || record->has_namesake)
-      break;
-    if (record->is_expired(now, limits_.ttl) || is_counted(context, key, record->prefix)) break;
+      return nullptr;
+    return record->is_expired(now, limits_.ttl) || is_counted(context, key, record->prefix) ? nullptr
+                                                                                            : record;
+  };
+  size_t at = 0;
+  while (at < engine_hashes.size()) {
+    const BlockId id = removal.near + removal.step;
+    const uint64_t key = mix64(engine_hashes[at]);
+    BlockRecord* const record = named(id, key);
+    if (record == nullptr) break;
     if (!step.is_from(record->holders, record->owners)) {
       const SetId holders = record->holders, owners = record->owners;
       step.begin(holders, owners);
@@ -58,40 +57,76 @@ size_t PrefixIndex::remove_run(Removal& removal, std::span<const uint64_t> engin
       const SetId left = sets_.without(holders, *removal.slot);
       step.lead_to(left, left == kEmptySet ? kEmptySet : sets_.without(owners, *removal.slot));
     }
+    if (step.holders() == kEmptySet) {
+      size_t run = 1;
+      for (; at + run < engine_hashes.size(); ++run) {
+        const BlockRecord* const next =
+            named(id + removal.step * static_cast<int32_t>(run), mix64(engine_hashes[at + run]));
+        if (next == nullptr || !step.is_from(next->holders, next->owners)) break;
+      }
+      empty_run(removal, step, engine_hashes.subspan(at, run));
+      at += run;
+      continue;
+    }
     touch(key);
     step.take();
     --slot.blocks;
     slot.digest -= mix64(record->prefix);
+    record->holders = step.holders();
+    record->owners = step.owners();
+    if (step.owners() == kEmptySet) names_.erase(key, id);
     removal.near = id;
-    if (step.holders() != kEmptySet) {
-      record->holders = step.holders();
-      record->owners = step.owners();
-      if (step.owners() == kEmptySet) names_.erase(key, id);
-      continue;
-    }
-    if (at >= fetched || fetched - at == kAhead) {
-      fetched = std::max(fetched, at);
+    ++at;
+  }
+  return at;
+}
+
+// The next names are those of records that nobody holds without the slot. The last record goes first, as it
+// may follow the one before it. What the tables need is fetched for kAhead records at once.
+void PrefixIndex::empty_run(Removal& removal, HolderStep& step, std::span<const uint64_t> engine_hashes) {
+  struct Ahead {
+    uint64_t key;
+    PrefixTable::Spot in_prefixes;
+    NameTable::Spot in_names;
+  };
+  std::array<Ahead, 2 * kAhead> ring;
+  Context& context = *removal.context;
+  Slot& slot = context.slots[*removal.slot];
+  const size_t count = engine_hashes.size();
+  const BlockId near = removal.near;
+  const bool is_forward = removal.step > 0;
+  const BlockId last = is_forward ? near + static_cast<BlockId>(count) : near - 1;
+  list_behind(context, last);
+  size_t fetched = 0;
+  for (size_t at = 0; at < count; ++at) {
+    if (at == 0 || fetched - at == kAhead) {
       const size_t first = fetched;
-      for (const size_t last = std::min(engine_hashes.size(), at + 2 * kAhead); fetched < last; ++fetched) {
-        const BlockRecord* const far = pool_.peek(id + removal.step * static_cast<int32_t>(fetched - at));
-        Ahead& next = ring[fetched % ring.size()];
-        next.key = mix64(engine_hashes[fetched]);
-        next.prefix = far == nullptr ? 0 : far->prefix;
-        next.in_prefixes = PrefixTable::spot_of(next.prefix);
-        next.in_names = NameTable::spot_of(next.key);
+      for (const size_t end = std::min(count, at + 2 * kAhead); fetched < end; ++fetched) {
+        const uint64_t key = mix64(engine_hashes[is_forward ? count - 1 - fetched : fetched]);
+        const uint64_t prefix = pool_[last - static_cast<BlockId>(fetched)].prefix;
+        ring[fetched % ring.size()] = {key, PrefixTable::spot_of(prefix), NameTable::spot_of(key)};
       }
       for (size_t i = first; i < fetched; ++i) {
-        context.prefixes.prefetch(ring[i % ring.size()].in_prefixes);
         names_.prefetch(ring[i % ring.size()].in_names);
+        if (!pool_[last - static_cast<BlockId>(i)].follows)
+          context.listed.prefetch(ring[i % ring.size()].in_prefixes);
       }
     }
     const Ahead& mine = ring[at % ring.size()];
-    if (record->is_plain) contents_.died(context.id, mine.prefix);
-    context.prefixes.erase(mine.in_prefixes, id);
+    const BlockId id = last - static_cast<BlockId>(at);
+    const BlockRecord& record = pool_[id];
+    const uint64_t prefix = record.prefix;
+    touch(mine.key);
+    if (record.is_plain) contents_.died(context.id, prefix);
+    step.take();
+    --slot.blocks;
+    slot.digest -= mix64(prefix);
+    if (!record.follows) context.listed.erase(mine.in_prefixes, id);
     names_.erase(mine.in_names, id);
+    --context.records;
     pool_.free(id);
   }
-  return at;
+  removal.near = near + removal.step * static_cast<int32_t>(count);
 }
 
 // The same where each name lies among the other names.
@@ -108,7 +143,7 @@ size_t PrefixIndex::remove_renamed(Removal& removal, std::span<const uint64_t> e
     if (record == nullptr || record->holders == kEmptySet || record->name == key) break;
     prefetch_names(engine_hashes, false, at, fetched);
     if (record->is_expired(now, limits_.ttl) || is_counted(context, key, record->prefix)) break;
-    const OtherNameId other = find_other(context, key, record->prefix);
+    const OtherNameId other = find_other(key, id);
     if (other == kNoOtherName) break;
     const SetId owners = other_names_[other].owners;
     if (!sets_.contains(owners, *removal.slot)) break;
@@ -152,7 +187,8 @@ void PrefixIndex::prefetch_removal(const Removal& removal, std::span<const uint6
   if (3 * kAhead < engine_hashes.size()) names_.prefetch(mix64(engine_hashes[3 * kAhead]));
   if (const BlockId id = likely(2 * kAhead); id != kNoBlock) pool_.prefetch(id);
   if (removal.context == nullptr) return;
-  if (const BlockId id = likely(kAhead); id != kNoBlock) removal.context->prefixes.prefetch(pool_[id].prefix);
+  if (const BlockId id = likely(kAhead); id != kNoBlock && !pool_[id].follows)
+    removal.context->listed.prefetch(pool_[id].prefix);
 }
 
 // The names of this key that the place's slots own, in every context. Engines remove neighbours together,
@@ -184,7 +220,7 @@ uint64_t PrefixIndex::remove_name(Removal& removal, uint64_t key, Tick now) {
   find_targets(removal, key);
   uint64_t removed = 0;
   for (auto [context, slot, name] : targets_) {
-    const BlockId id = record_of(*context, name);
+    const BlockId id = record_of(name);
     const bool held = holds(slot, id, now);
     const uint64_t more = copies_.get(key, context->id, slot);
     touch(key);

@@ -135,10 +135,9 @@ std::vector<std::pair<uint32_t, uint32_t>> PrefixIndex::owners_at(uint32_t id, c
 }
 
 PrefixIndex::ListedName PrefixIndex::listed(const OtherName& name) const {
-  const Context* const context = find_context(sets_.context(name.owners));
-  const BlockId id = context == nullptr ? kNoBlock : context->prefixes.find(name.prefix);
-  if (id == kNoBlock) return {name.key, name.prefix, name.owners, kEmptySet, 0};
-  return {name.key, name.prefix, name.owners, pool_[id].holders, pool_[id].last_seen};
+  const BlockId id = block_of(name);
+  if (id == kNoBlock) return {name.key, 0, name.owners, kEmptySet, 0};
+  return {name.key, pool_[id].prefix, name.owners, pool_[id].holders, pool_[id].last_seen};
 }
 
 std::vector<uint8_t> PrefixIndex::export_names(size_t names_max, bool& done) {
@@ -267,10 +266,7 @@ bool PrefixIndex::import_frame(std::span<const uint8_t> bytes, const SlotMap& sl
     const auto context = slots.contexts.find(old_context);
     if (context == slots.contexts.end()) continue;
     Context& known = *contexts_.at(context->second);
-    if (const BlockId id = known.prefixes.find(prefix); id != kNoBlock) {
-      known.prefixes.erase(prefix, id);
-      forget(known, id);
-    }
+    if (const BlockId id = find(known, prefix); id != kNoBlock) forget(known, id);
   }
   for (size_t left = in.count(8); left != 0; --left) disown_all(in.u64(), aging.now);
 
@@ -358,8 +354,7 @@ void PrefixIndex::settle_claims(size_t claims_max) {
   for (; claims_max != 0 && !imported_claims_.empty(); --claims_max, imported_claims_.pop_front()) {
     if (imported_claims_.size() > kAhead) {
       const ImportedClaim& ahead = imported_claims_[kAhead];
-      if (const Context* const context = find_context(ahead.context))
-        context->prefixes.prefetch(ahead.prefix);
+      if (const Context* const context = find_context(ahead.context)) context->listed.prefetch(ahead.prefix);
     }
     const ImportedClaim& claim = imported_claims_.front();
     Context* const context = find_context(claim.context);
@@ -368,7 +363,7 @@ void PrefixIndex::settle_claims(size_t claims_max) {
       owners_.drop(context->claims, claim.prefix);
       continue;
     }
-    const BlockId id = context->prefixes.find(claim.prefix);
+    const BlockId id = find(*context, claim.prefix);
     if (id != kNoBlock && context->slots[claim.slot].live && sets_.contains(pool_[id].holders, claim.slot))
       owners_.claim(context->claims, claim.prefix, claim.slot, claim.owner);
   }
@@ -381,8 +376,8 @@ bool PrefixIndex::import_settle(size_t rows_max) {
     return false;
   }
   return contents_.index()->import_settle(rows_max, [this](uint32_t id, uint64_t prefix) {
-    const Context* const context = find_context(id);
-    const BlockId block = context == nullptr ? kNoBlock : context->prefixes.find(prefix);
+    Context* const context = find_context(id);
+    const BlockId block = context == nullptr ? kNoBlock : find(*context, prefix);
     if (block == kNoBlock) return false;
     pool_[block].is_plain = true;
     return true;
@@ -405,7 +400,7 @@ void PrefixIndex::disown_all(uint64_t key, Tick now) {
       if (!found) first = slot;
       found = true;
     });
-    disown(context, first, any, record_of(context, any), now);
+    disown(context, first, any, record_of(any), now);
   }
 }
 
@@ -425,7 +420,7 @@ bool PrefixIndex::import_names(FrameReader& in, std::vector<Imported>& sets, con
   for (size_t i = 0; i < rows.size(); ++i) {
     if (i + kAhead < rows.size())
       if (const Context* const ahead = sets[rows[i + kAhead].set].context) {
-        ahead->prefixes.prefetch(rows[i + kAhead].prefix);
+        ahead->listed.prefetch(rows[i + kAhead].prefix);
         names_.prefetch(rows[i + kAhead].key);
       }
     const Tick last_seen = aging.aged(in.u32());
@@ -449,11 +444,10 @@ bool PrefixIndex::import_names(FrameReader& in, std::vector<Imported>& sets, con
 // the caches, but so are the lists of what goes where.
 void PrefixIndex::import_name(uint64_t key, uint64_t prefix, Tick last_seen, Imported& set, BlockId& before) {
   Context& context = *set.context;
-  BlockId id = context.behind(sets_, before, prefix);
-  if (id == kNoBlock) id = context.prefixes.find(prefix);
+  BlockId id = find_near(context, before, prefix);
   if (id == kNoBlock) {
     sets_.retain(set.id);
-    id = add_record(context, prefix, set.id, last_seen);
+    id = add_record(context, prefix, kNoBlock, set.id, last_seen);
     ++set.blocks;
     set.digest += mix64(prefix);
   } else {

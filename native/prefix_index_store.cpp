@@ -40,6 +40,7 @@ Stored PrefixIndex::store(const Place& place, uint32_t id, std::span<const uint6
       .place = place, .engine_hashes = engine_hashes, .prefixes = hashed_, .chain = &chain, .hashed = 0};
   frame.tokens = tokens;
   frame.plain = plain_blocks(plain, extra, blocks);
+  frame.parent = before == kNoBlock ? std::nullopt : std::optional(chain_from);
   frame.before = before;
   frame.restating = !parent && blocks > 1;
   frame.owner = owner;
@@ -57,6 +58,8 @@ Stored PrefixIndex::place(const Place& place, std::span<const uint64_t> engine_h
       continue;
     }
     Frame frame{.place = place, .engine_hashes = {&engine_hash, 1}, .prefixes = {&named->prefix, 1}};
+    frame.is_chain = false;
+    frame.record = named->id;
     frame.owner = owner;
     result.stored += store_frame(use(named->context->id), std::move(frame), now, count_copies);
   }
@@ -68,6 +71,7 @@ Stored PrefixIndex::store_prefixes(const Place& place, uint32_t id, std::span<co
                                    Tick now, bool count_copies, uint32_t owner) {
   orphans_.expire(now, limits_.ttl);
   Frame frame{.place = place, .engine_hashes = engine_hashes, .prefixes = prefixes, .copies = copies};
+  frame.is_chain = false;
   frame.owner = owner;
   return {store_frame(use(id), std::move(frame), now, count_copies), 0, 0};
 }
@@ -78,11 +82,15 @@ Stored PrefixIndex::store_hashed(const Place& place, uint32_t id, std::span<cons
   orphans_.expire(now, limits_.ttl);
   Context& context = use(id);
   Frame frame{.place = place, .engine_hashes = engine_hashes, .prefixes = prefixes};
-  BlockId parent = chain_from ? context.find_live(*chain_from, now, limits_.ttl) : kNoBlock;
-  if (parent != kNoBlock && !is_held(context, pool_[parent])) parent = kNoBlock;  // gone, and not swept yet
-  if (!chain_from || (parent != kNoBlock && pool_[parent].is_plain)) frame.plain = contents.size();
+  frame.before = chain_from ? find(context, *chain_from) : kNoBlock;
+  frame.parent = chain_from;
+  bool plain = !chain_from;
+  if (frame.before != kNoBlock) {
+    const BlockRecord& parent = pool_[frame.before];
+    plain = parent.is_plain && !parent.is_expired(now, limits_.ttl) && is_held(context, parent);
+  }
+  if (plain) frame.plain = contents.size();
   frame.contents = std::move(contents);
-  frame.before = parent;
   frame.restating = !chain_from && engine_hashes.size() > 1;
   frame.owner = owner;
   return {store_frame(context, std::move(frame), now, count_copies), 0, 0};
@@ -112,6 +120,7 @@ uint64_t PrefixIndex::store_frame(Context& context, Frame first, Tick now, bool 
   while (!frames.empty()) {
     Frame& frame = frames.back();
     const bool is_awaited = orphans_.blocks_of(frame.place.source) != 0;
+    renew_parent(context, frame);
     if (!is_awaited && frame.copies.empty() && frame.orphan.living.empty()) stored += store_run(by, frame);
     if (frame.next == frame.engine_hashes.size()) {
       frames.pop_back();
@@ -122,11 +131,25 @@ uint64_t PrefixIndex::store_frame(Context& context, Frame first, Tick now, bool 
     if (frame.is_living(block)) {
       store_block(by, frame);
       ++stored;
+    } else {
+      frame.before = context.find_child(sets_, frame.before, frame.prefixes[block]);
     }
     if (is_awaited) release_waiters(context, frame, block, frames);
   }
   contents_.flush();
   return stored;
+}
+
+// What was stored for orphans between two blocks of a frame may have taken the record of the block before
+// away.
+void PrefixIndex::renew_parent(Context& context, Frame& frame) {
+  if (!frame.is_chain || frame.before == kNoBlock) return;
+  const uint64_t parent = frame.next == 0 ? *frame.parent : frame.prefixes[frame.next - 1];
+  const BlockRecord* const record = pool_.peek(frame.before);
+  if (record != nullptr && record->prefix == parent && record->holders != kEmptySet &&
+      sets_.context(record->holders) == context.id)
+    return;
+  frame.before = find(context, parent);
 }
 
 // Pushes a frame for each orphan that waits for this block, the oldest on top. A block that came without
@@ -137,7 +160,7 @@ void PrefixIndex::release_waiters(Context& context, const Frame& parent, size_t 
   std::vector<Orphan> waiting =
       orphans_.take_waiting(parent.place.source, context.id, parent.engine_hashes[block]);
   if (waiting.empty()) return;
-  const BlockId before = context.prefixes.find(prefix);
+  const BlockId before = parent.before;
   const bool plain = block < parent.plain || (before != kNoBlock && pool_[before].is_plain);
   for (Orphan& orphan : waiting) {  // `parent` may move
     Frame frame{.place = orphan.place};
@@ -148,6 +171,7 @@ void PrefixIndex::release_waiters(Context& context, const Frame& parent, size_t 
     frame.prefixes = frame.own_prefixes;
     frame.tokens = frame.orphan.tokens.data();
     frame.plain = plain_blocks(plain, frame.orphan.extra, frame.engine_hashes.size());
+    frame.parent = prefix;
     frame.before = before;
     frame.owner = frame.orphan.owner;
     frames.push_back(std::move(frame));
@@ -180,11 +204,12 @@ size_t PrefixIndex::store_run(const Storing& by, Frame& frame) {
   const size_t begin = frame.next;
   const size_t end = frame.engine_hashes.size();
   if (begin == end) return 0;
-  if (!frame.slot) frame.slot = slot_of(by.context, frame.place);
+  Context& context = by.context;
+  if (!frame.slot) frame.slot = slot_of(context, frame.place);
   for (size_t at = begin; at < end; at = frame.next) {
     store_known(by, frame);
     if (frame.next < end) store_renamed(by, frame);
-    if (frame.next < end) store_new(by, frame);
+    if (frame.next < end && (frame.is_chain || context.following() == 0)) store_new(by, frame);
     if (frame.next == at) break;
   }
   return frame.next - begin;
@@ -243,7 +268,7 @@ void PrefixIndex::store_renamed(const Storing& by, Frame& frame) {
     BlockRecord& record = pool_[id];
     if (record.name == key || record.owners == kEmptySet || record.is_expired(by.now, limits_.ttl)) break;
     prefetch_names(frame.engine_hashes, true, block, fetched);
-    const OtherNameId other = find_other(context, key, prefix);
+    const OtherNameId other = find_other(key, id);
     if (other == kNoOtherName && has_name(key)) break;
     const bool held = sets_.contains(record.holders, *frame.slot);
     if (held != (other != kNoOtherName && sets_.contains(other_names_[other].owners, *frame.slot))) break;
@@ -252,12 +277,12 @@ void PrefixIndex::store_renamed(const Storing& by, Frame& frame) {
     } else {
       touch(key);
       BlockId same = id;
-      hold(context, *frame.slot, same, prefix, by.now);
+      hold(context, *frame.slot, same, prefix, kNoBlock, by.now);
       if (other != kNoOtherName) {
         own(context, *frame.slot, Naming{kNoBlock, other}, id, key);
       } else {
         sets_.retain(alone);
-        other_names_.insert(key, prefix, alone, false);
+        other_names_.insert(key, id, prefix, alone, false);
       }
       frame.restating = false;
     }
@@ -280,6 +305,8 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
   Slot& slot = context.slots[*frame.slot];
   const size_t begin = frame.next;
   const size_t end = frame.engine_hashes.size();
+  // What stands behind this block then stands behind a new one, and follows nothing.
+  if (context.behind(sets_, frame.before, prefix_at(frame, begin)) != kNoBlock) return;
   const SetId alone = sets_.with(kEmptySet, context.id, *frame.slot);
   const auto references = static_cast<uint32_t>(2 * (end - begin));
   sets_.retain(alone, references);
@@ -295,19 +322,19 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
                                        NameTable::spot_of(key), key};
       }
       for (size_t i = first; i < ahead; ++i) {
-        context.prefixes.prefetch(ring[i % ring.size()].prefix);
+        context.listed.prefetch(ring[i % ring.size()].prefix);
         names_.prefetch(ring[i % ring.size()].name);
         other_names_.prefetch(ring[i % ring.size()].key);
       }
     }
     const Ahead& at = ring[block % ring.size()];
     const uint64_t prefix = frame.prefixes[block];
-    PrefixTable::Probe in_prefixes = context.prefixes.probe(prefix, at.prefix);
+    PrefixTable::Probe in_prefixes = context.listed.probe(prefix, at.prefix);
     NameTable::Probe in_names = names_.probe(at.key, at.name);
     if (in_prefixes.found() != kNoBlock || in_names.found() != kNoBlock || other_names_.has(at.key)) break;
-    if (context.prefixes.size() >= limits_.prefixes_per_context_max) {
+    if (context.records >= limits_.prefixes_per_context_max) {
       evict(context);
-      in_prefixes = context.prefixes.probe(prefix, at.prefix);
+      in_prefixes = context.listed.probe(prefix, at.prefix);
       in_names = names_.probe(at.key, at.name);
     }
     if (pool_.is_full()) break;  // the general way says so
@@ -315,8 +342,13 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
     BlockRecord& record = pool_[id];
     record.prefix = prefix;
     record.name = at.key;
-    record.holders = record.owners = alone;
-    context.prefixes.insert(in_prefixes, id);
+    record.holders = alone;
+    record.owners = alone;
+    ++context.records;
+    if (may_follow(frame.before, id))
+      record.follows = true;
+    else
+      context.listed.insert(in_prefixes, id);
     names_.insert(in_names, id);
     touch(at.key);
     ++slot.blocks;
@@ -334,10 +366,13 @@ void PrefixIndex::store_block(const Storing& by, Frame& frame) {
   const uint64_t key = mix64(frame.engine_hashes[block]);
   const uint64_t prefix = frame.prefixes[block];
   if (!frame.slot) frame.slot = slot_of(context, frame.place);
-  BlockId id = context.behind(sets_, frame.before, prefix);
-  if (id == kNoBlock) id = context.prefixes.find(prefix);
+  BlockId id = frame.record;
+  if (id == kNoBlock)
+    id = frame.is_chain ? context.find_child(sets_, frame.before, prefix)
+                        : find_near(context, frame.before, prefix);
+  const BlockId parent = frame.is_chain ? frame.before : kNoBlock;
   const bool counts = by.count_copies && !frame.restating && frame.copies.empty();
-  if (!store_name(by, *frame.slot, key, prefix, id, counts)) frame.restating = false;
+  if (!store_name(by, *frame.slot, key, prefix, parent, id, counts)) frame.restating = false;
   if (!frame.copies.empty()) {
     touch(key);
     copies_.set(key, context.id, *frame.slot, frame.copies[block] - 1);
@@ -345,18 +380,18 @@ void PrefixIndex::store_block(const Storing& by, Frame& frame) {
   see(by, frame, block, id);
 }
 
-// The slot names the prefix by `key`, once more when that counts; `id` is the prefix's record, kNoBlock when
-// there is none, and becomes the one that there is then. Tells whether the slot named it so before.
-bool PrefixIndex::store_name(const Storing& by, uint32_t slot, uint64_t key, uint64_t prefix, BlockId& id,
-                             bool counts) {
+// The slot names the prefix by `key`, once more when that counts; `parent` and `id` are the records of the
+// prefix's parent, if that is known, and of the prefix, kNoBlock when there is none; `id` becomes the one
+// that there is then. Tells whether the slot named it so before.
+bool PrefixIndex::store_name(const Storing& by, uint32_t slot, uint64_t key, uint64_t prefix, BlockId parent,
+                             BlockId& id, bool counts) {
   Context& context = by.context;
   if (id != kNoBlock && pool_[id].is_expired(by.now, limits_.ttl)) {
-    context.prefixes.erase(prefix, id);
     forget(context, id);
     ++statistics_.expired;
     id = kNoBlock;
   }
-  const Naming name = find_own_name(context, slot, key, prefix, id, by.now);
+  const Naming name = find_own_name(context, slot, key, id, by.now);
   const bool held = id != kNoBlock && sets_.contains(pool_[id].holders, slot);
   const bool owned = name && sets_.contains(owners_of(name), slot);
   if (!held || !owned || counts) touch(key);
@@ -368,7 +403,7 @@ bool PrefixIndex::store_name(const Storing& by, uint32_t slot, uint64_t key, uin
   if (held)
     aliases_.set(prefix, context.id, slot, aliases_.get(prefix, context.id, slot) + 1);
   else
-    hold(context, slot, id, prefix, by.now);
+    hold(context, slot, id, prefix, parent, by.now);
   if (!owned) own(context, slot, name, id, key);
   return false;
 }

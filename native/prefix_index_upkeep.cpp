@@ -11,13 +11,14 @@ constexpr size_t kSample = 1024;       // entries whose age is looked at to find
 constexpr size_t kEvictionsMax = 64;   // in one go
 constexpr size_t kEvictRun = 32;       // records in a row that are looked at for one that may go
 constexpr size_t kEvictJumpsMax = 64;  // in vain, until the age is chosen anew
+constexpr uint64_t kRunSample = 256;
 constexpr size_t kGraveVisits = 4096;  // what taking one segment apart counts for
 
 }  // namespace
 
-// Undoes all that a record means elsewhere and frees it; to take it out of the context's table is the
-// caller's.
+// Undoes all that a record means elsewhere and frees it.
 void PrefixIndex::forget(Context& context, BlockId id) {
+  list_behind(context, id);
   const uint64_t prefix = pool_[id].prefix;
   const SetId holders = pool_[id].holders;
   sets_.for_each(holders, [&](uint32_t slot) {
@@ -29,7 +30,7 @@ void PrefixIndex::forget(Context& context, BlockId id) {
   if (exporting_) gone_.emplace_back(context.id, prefix);
   die(context, pool_[id]);
   unname(id);
-  pool_.free(id);
+  free_record(context, id);
   remains_ = true;  // its other names
 }
 
@@ -53,7 +54,6 @@ void PrefixIndex::evict(Context& context) {
       if (record == nullptr) break;
       if (record->holders != kEmptySet && sets_.context(record->holders) == context.id &&
           record->last_seen <= context.evict_up_to) {
-        context.prefixes.erase(record->prefix, context.evict_at);
         forget(context, context.evict_at);
         --context.evict_left;
         ++evicted;
@@ -66,14 +66,21 @@ void PrefixIndex::evict(Context& context) {
   statistics_.evicted += evicted;
 }
 
+// Of any run of records, one of the first kRunSample.
 BlockId PrefixIndex::some_record(const Context& context) {
-  return context.prefixes.some(mix64(random_ += 0x9E3779B97F4A7C15u));
+  const uint64_t random = mix64(random_ += 0x9E3779B97F4A7C15u);
+  BlockId id = context.listed.some(random);
+  for (uint64_t further = random % kRunSample; further != 0 && is_followed(id); --further) ++id;
+  return id;
 }
 
 void PrefixIndex::choose_victims(Context& context) {
   std::vector<std::pair<Tick, BlockId>> seen;
-  if (context.prefixes.size() <= kSample) {
-    context.prefixes.for_each([&](BlockId id) { seen.emplace_back(Tick{pool_[id].last_seen}, id); });
+  if (context.records <= kSample) {
+    context.listed.for_each([&](BlockId id) {
+      seen.emplace_back(Tick{pool_[id].last_seen}, id);
+      for (; is_followed(id); ++id) seen.emplace_back(Tick{pool_[id + 1].last_seen}, id + 1);
+    });
   } else {
     for (size_t i = 0; i < kSample; ++i) {
       const BlockId id = some_record(context);
@@ -84,7 +91,7 @@ void PrefixIndex::choose_victims(Context& context) {
   std::nth_element(seen.begin(), seen.begin() + static_cast<ptrdiff_t>(rank), seen.end());
   context.evict_up_to = seen[rank].first;
   context.evict_at = seen[rank].second;
-  context.evict_left = std::max<size_t>(1, context.prefixes.size() / 16);
+  context.evict_left = std::max<size_t>(1, context.records / 16);
 }
 
 // -- sweeping: a pass goes through graveyard, records, marks, claims, other names, copies, aliases
@@ -188,22 +195,24 @@ void PrefixIndex::sweep_contexts(Swept& swept, Stage next, Slice slice) {
   sweep_cursor_ = 0;
 }
 
-// The records from `sweep_cursor_` on, used or not.
+// The records from `sweep_cursor_` on, used or not; those that follow others go before these.
 size_t PrefixIndex::sweep_records(Tick now, size_t visits_max, Swept& swept) {
-  size_t visits = 0;
-  pool_.walk(sweep_cursor_, [&](BlockId id, const BlockRecord* record) {
-    if (record != nullptr && record->holders != kEmptySet) clean_record(id, now, swept);
-    return ++visits < visits_max;
+  return pool_.walk_back(sweep_cursor_, visits_max, [&](BlockId id, const BlockRecord& record) {
+    if (record.holders != kEmptySet) clean_record(id, now, swept);
   });
-  return visits;
 }
 
 void PrefixIndex::clean_record(BlockId id, Tick now, Swept& swept) {
   BlockRecord& record = pool_[id];
   Context* const context = find_context(sets_.context(record.holders));
-  if (context == nullptr) return;  // its context lies in the graveyard
+  if (context == nullptr) {                              // dropped
+    if (is_followed(id)) pool_[id + 1].follows = false;  // nothing follows a record that is not there
+    unname(id);
+    sets_.release(record.holders);
+    pool_.free(id);
+    return;
+  }
   if (record.is_expired(now, limits_.ttl)) {
-    context->prefixes.erase(record.prefix, id);
     forget(*context, id);
     ++swept.expired;
     ++statistics_.expired;
@@ -241,23 +250,19 @@ bool PrefixIndex::keep_name(OtherName& name, Tick now) {
 SetId PrefixIndex::living_owners(const OtherName& name, Tick now) {
   Context* const context = find_context(sets_.context(name.owners));
   if (context == nullptr) return kEmptySet;
-  const BlockId id = context->find_live(name.prefix, now, limits_.ttl);
-  if (id == kNoBlock) return kEmptySet;
+  const BlockId id = block_of(name);
+  if (id == kNoBlock || pool_[id].is_expired(now, limits_.ttl)) return kEmptySet;
   const SetId holders = pool_[id].holders;
   if (holders == name.owners && context->retired_slots.empty()) return name.owners;
   return sets_.intersection_minus(name.owners, holders, context->dead);
 }
 
-// Takes a segment of a dropped context apart; true when none is left.
+// Takes a segment of a dropped context's tables apart; true when none is left. Its records go with the
+// others' sweep.
 bool PrefixIndex::sweep_graveyard() {
   if (graveyard_.empty()) return true;
   Context& context = *graveyard_.back();
-  const auto drop = [&](BlockId id) {
-    unname(id);
-    sets_.release(pool_[id].holders);
-    pool_.free(id);
-  };
-  if (context.prefixes.dismantle(1, drop) && context.marks.dismantle(1, [](const Mark&) {}) &&
+  if (context.listed.dismantle(1) && context.marks.dismantle(1, [](const Mark&) {}) &&
       context.claims.dismantle(1, [&](const Claim& claim) { owners_.discount(claim); }))
     graveyard_.pop_back();
   return graveyard_.empty();

@@ -450,6 +450,9 @@ class ReferenceIndex:
             marked += 1
         return marked
 
+    def list_all(self, visits_max: int) -> bool:
+        return True
+
     def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]:
         self._advance(now)
         return sorted(slot[:3] for slot in self._slots_of(context, prefix_hash))

@@ -349,21 +349,14 @@ void bind_flight(nb::module_& m) {
 
 std::string_view text_of(const nb::bytes& buffer) { return {buffer.c_str(), buffer.size()}; }
 
+nb::object bytes_of_text(std::string_view text) { return nb::bytes(text.data(), text.size()); }
+
 // Opens an answer with `head`, closes it with `tail`, and says how deep the best row is (blocks, tokens).
 nb::tuple finish_answer(AnswerBook& book, const nb::bytes& head, const nb::bytes& tail, uint32_t unit,
                         uint64_t tokens, double now_s) {
   AnswerBook::Deepest deepest;
-  PyObject* made = nullptr;
-  const size_t bytes = book.render(
-      text_of(head), text_of(tail), unit, tokens, now_s,
-      [&](size_t most) {
-        made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(most));
-        if (made == nullptr) throw nb::python_error();
-        return PyBytes_AS_STRING(made);
-      },
-      deepest);
-  if (_PyBytes_Resize(&made, static_cast<Py_ssize_t>(bytes)) != 0) throw nb::python_error();
-  return nb::make_tuple(nb::steal<nb::bytes>(made), deepest.blocks, deepest.tokens);
+  const std::string_view text = book.render(text_of(head), text_of(tail), unit, tokens, now_s, deepest);
+  return nb::make_tuple(bytes_of_text(text), deepest.blocks, deepest.tokens);
 }
 
 void add_row(AnswerBook& book, const Row& row, uint32_t block_size, const std::optional<nb::set>& ids) {
@@ -393,7 +386,7 @@ nb::tuple answer_match(AnswerBook& self, PrefixIndex& index, uint32_t context, c
                        bool are_hashes, const std::optional<nb::tuple>& extra, Tick now,
                        const nb::bytes& head, const nb::bytes& tail, uint32_t unit, uint64_t tokens,
                        double now_s, const std::optional<nb::set>& ids) {
-  std::vector<Row> rows;
+  std::vector<Row>& rows = self.found();
   if (are_hashes) {
     index.match_hashes(context, HashList(data_of(asked)), asked.size() / 8, now, rows);
   } else {
@@ -839,8 +832,6 @@ nb::object msgpack_events(nb::handle data, size_t children_max) {
   if (!wire::close_batch(batch, rank)) return nb::none();
   return nb::make_tuple(time_value(batch.ts), rank_value(rank), events);
 }
-
-nb::object bytes_of_text(std::string_view text) { return nb::bytes(text.data(), text.size()); }
 
 // (path, query string, headers that are asked for, bytes of the head, bytes of the body); None for what
 // request_head.hpp refuses.

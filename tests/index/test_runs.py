@@ -46,7 +46,9 @@ class Runs:
         self.grown = dict.fromkeys(self.prompts, 0)
 
     def context(self) -> int:
-        return self.index.context(self.r.choice(MODELS[: self.r.choice([1, 1, 3])]), None, BLOCK_SIZE, self.now)
+        return self.index.context(
+            self.r.choice(MODELS[: self.r.choice([1, 1, 3])]), None, BLOCK_SIZE, self.now
+        )
 
     def store(self, pod: int, path: Path, begin: int, end: int) -> None:
         hashes = [engine_hash(SEEDS[pod], path[: i + 1]) for i in range(begin, end)]
@@ -66,7 +68,9 @@ class Runs:
         pod, path = self.r.randrange(len(SEEDS)), self.r.choice(self.prompts)
         kind = self.r.randrange(20)
         if kind < 6:
-            begin = self.r.choice([0, 0, self.r.randrange(len(path))])  # not always behind a block that is there
+            begin = self.r.choice(
+                [0, 0, self.r.randrange(len(path))]
+            )  # not always behind a block that is there
             self.store(pod, path, begin, self.r.randint(begin + 1, len(path)))
         elif kind < 12:  # decoding: some more blocks of one prompt, then of another
             begin = self.grown[path] % len(path)
@@ -115,7 +119,9 @@ class Runs:
                 prefixes = self.prefixes(info.model, path)
                 expected = {}
                 for source, names in of_context.items():
-                    depth = next((i for i, prefix in enumerate(prefixes) if prefix not in names), len(prefixes))
+                    depth = next(
+                        (i for i, prefix in enumerate(prefixes) if prefix not in names), len(prefixes)
+                    )
                     if depth:
                         expected[source] = depth
                 rows = self.index.match_tokens(info.id, token_bytes(path), None, self.now)

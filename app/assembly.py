@@ -239,5 +239,4 @@ def _replica(
     # Redis's client takes a quarter of a second to import: only who has a Redis pays for it.
     from app.replication.replica import Replica
 
-    index.list_all(1)  # what comes from the log is chained to hashes
     return Replica(settings, service, index, contents)

@@ -131,9 +131,8 @@ class FuzzyQueries:
         context = self._index.context_ids(query.model, query.lora).get(unit)
         answer = _NOTHING
         if context is not None and tokens >= unit and self._contents.has_context(context):
-            while not self._index.list_all(
-                _LISTED_A_SLICE
-            ):  # prefixes are asked for by themselves from here on
+            # From here on prefixes are asked for by themselves.
+            while not self._index.list_all(_LISTED_A_SLICE, self._now()):
                 yield
             holdings = Holdings(lambda hashes: self._holdings(context, hashes), query.exclude)
             ask = self._contents.grid_slices if query.mode == "grid" else self._contents.sliding_slices

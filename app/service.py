@@ -76,6 +76,7 @@ def index_limits(settings: Settings) -> IndexLimits:
         orphan_blocks_max=settings.orphan_blocks_max,
         speculative_blocks_max=settings.speculative_blocks_max,
         claims_max=settings.owner_claims_max,
+        lists_all=settings.redis_url is not None,  # what comes from the log is chained to hashes
     )
 
 

@@ -199,6 +199,17 @@ def main() -> None:
         assert {
             r.source: r.tiers[0] for r in index.match_tokens(context, work.tokens(chain), None, 5)
         } == expected
+    before = index.stats()
+    listing = [
+        time_calls(lambda visits: index.list_all(visits, 5), [4_096]) for _ in range(blocks // 4_096 + 2)
+    ]
+    assert index.list_all(1, 5), "each is found by its hash alone"
+    listed = (index.stats().bytes - before.bytes) / before.prefixes
+    print_line(
+        "listed by hash, slices of 4,096 entries",
+        f"median {sorted(t.median_us for t in listing)[len(listing) // 2]:8.2f} us   "
+        f"max {max(t.max_us for t in listing):9.2f} us   {listed:.1f} B a block more",
+    )
     print(f"index: {index.stats()}")
 
 

@@ -124,15 +124,15 @@ void bind_index(nb::module_& m) {
       .def(
           "__init__",
           [](PrefixIndex* self, Tick ttl, size_t contexts_max, size_t prefixes_per_context_max,
-             size_t orphan_blocks_max, size_t speculative_blocks_max, size_t claims_max,
+             size_t orphan_blocks_max, size_t speculative_blocks_max, size_t claims_max, bool lists_all,
              FuzzyIndex* contents) {
             new (self) PrefixIndex(Limits{ttl, contexts_max, prefixes_per_context_max, orphan_blocks_max,
-                                          speculative_blocks_max, claims_max},
+                                          speculative_blocks_max, claims_max, lists_all},
                                    contents);
           },
           "ttl_ticks"_a, "contexts_max"_a, "prefixes_per_context_max"_a, "orphan_blocks_max"_a,
-          "speculative_blocks_max"_a, "claims_max"_a, "contents"_a.none() = nb::none(),
-          nb::keep_alive<1, 8>())
+          "speculative_blocks_max"_a, "claims_max"_a, "lists_all"_a, "contents"_a.none() = nb::none(),
+          nb::keep_alive<1, 9>())
       .def("add_context", &PrefixIndex::add_context)
       .def("touch_context", &PrefixIndex::touch_context)
       .def("context_size", &PrefixIndex::context_size)

@@ -107,7 +107,7 @@ struct Context {
   size_t block_bytes = 0;  // of a block's token ids
   uint64_t last_used = 0;
   size_t records = 0;  // prefixes that have one
-  PrefixTable listed;  // those of them that do not follow the record before them
+  PrefixTable listed;  // of those that do not follow the one before them, all; of the others, some
   SegmentedTable<Mark> marks;
   ClaimTable claims;
   std::vector<Slot> slots;
@@ -192,7 +192,7 @@ struct Context {
     });
   }
 
-  size_t following() const { return records - listed.size(); }
+  size_t unlisted() const { return records - listed.size(); }
   // The record of a prefix, whose parent's record is `parent`, kNoBlock when that has none.
   BlockId find_child(const HolderSets& sets, BlockId parent, uint64_t prefix) const {
     const BlockId neighbour = behind(sets, parent, prefix);

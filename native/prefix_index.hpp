@@ -23,9 +23,10 @@
 // A record whose parent, the block before it in its chain, lies in the record before it is not even listed:
 // it `follows`. Nobody needs it but by way of its parent, as long as everybody comes along the chain, and so
 // half of what a new block costs in tables is saved. Before a parent goes, what follows it is listed. Whoever
-// has a prefix hash and no chain has all records listed first (`list_all`), and from then on new ones are at
-// once. Invariant: a record that follows has its parent's record before it; so where a record is known to
-// have no parent, or the parent's record is known, `Context::find_child` is the whole truth.
+// has a prefix hash and no chain has all records listed first (`list_all`), and new ones at once, until
+// nobody has asked so for ten minutes: then sweeps undo it. Invariant: a record is listed, or its parent's
+// record is the one before it. So where the parent's record is known, or that there is none,
+// `Context::find_child` is the whole truth.
 //
 // One limit is known and accepted: a slot names one prefix by two engine hashes (vLLM before 0.17 hides the
 // cache salt), the prefix expires, and is stored again by one of them before a sweep has met the other. Then
@@ -73,6 +74,7 @@ struct Limits {
   size_t orphan_blocks_max = 65'536;
   size_t speculative_blocks_max = 262'144;
   size_t claims_max = 4'000'000;
+  bool lists_all = false;  // each entry by its hash, always: for whoever asks so all the time
 };
 
 struct Stored {
@@ -128,6 +130,7 @@ class PrefixIndex {
   explicit PrefixIndex(const Limits& limits, FuzzyIndex* contents = nullptr)
       : limits_(limits),
         walk_(sets_, limits.ttl),
+        lists_all_(limits.lists_all),
         names_(NameOf{&pool_}),
         orphans_(limits.orphan_blocks_max),
         contents_(contents),
@@ -216,7 +219,7 @@ class PrefixIndex {
   // Lists all records by their prefixes, looking at about `visits_max`; true when there is no more to be
   // done. For whoever is about to ask for prefixes without their chains (`holders`, `holdings`,
   // `store_prefixes`, `store_hashed`): they do it themselves, but all at once.
-  bool list_all(size_t visits_max);
+  bool list_all(size_t visits_max, Tick now);
 
   // -- snapshots (prefix_index_snapshot.cpp says how)
 
@@ -274,6 +277,8 @@ class PrefixIndex {
     uint64_t key, prefix;
     SetId owners, holders;
     Tick last_seen;
+    BlockId id = kNoBlock;  // of the record that carries it, if one does
+    bool follows = false;   // the record before that
   };
   struct Imported {  // a set of slots in a frame that is being read, and what was added to each of them
     SetId id = kEmptySet;
@@ -380,17 +385,18 @@ class PrefixIndex {
     const BlockId neighbour = context.behind(sets_, before, prefix);
     return neighbour != kNoBlock ? neighbour : find(context, prefix);
   }
-  // Whether a new record may be left out of the table. `parent`: of the block before, if there is one.
+  // Whether a new record follows that of its parent, if there is one.
   bool may_follow(BlockId parent, BlockId id) const {
-    if (lists_all_ || parent == kNoBlock || id != parent + 1) return false;
+    if (parent == kNoBlock || id != parent + 1) return false;
     const BlockRecord* const before = pool_.peek(parent);
     return before != nullptr && before->holders != kEmptySet;
   }
-  bool is_followed(BlockId id) const {
-    const BlockRecord* const next = pool_.peek(id + 1);
-    return next != nullptr && next->follows;
+  bool is_unlisted(BlockId id) const {
+    const BlockRecord* const record = pool_.peek(id);
+    return record != nullptr && record->holders != kEmptySet && !record->is_listed;
   }
   void list(Context& context, BlockId id);
+  void unlist(Context& context, BlockId id);
   void list_behind(Context& context, BlockId id);
   void free_record(Context& context, BlockId id);
   void hold(Context& context, uint32_t slot, BlockId& id, uint64_t prefix, BlockId parent, Tick now);
@@ -471,8 +477,10 @@ class PrefixIndex {
   // prefix_index_snapshot.cpp
   template <class Visit>  // bool(ListedName): false when it has had enough
   bool walk_names(NameCursor& cursor, Visit visit) const;
-  ListedName listed(const BlockRecord& record) const {
-    return {record.name, record.prefix, record.owners, record.holders, record.last_seen};
+  ListedName listed(BlockId id) const {
+    const BlockRecord& record = pool_[id];
+    return {record.name, record.prefix,      record.owners, record.holders, record.last_seen,
+            id,          record.follows != 0};
   }
   ListedName listed(const OtherName& name) const;
   std::vector<uint8_t> frame_of(std::span<const uint64_t> void_keys, std::span<const ListedName> found);
@@ -481,7 +489,8 @@ class PrefixIndex {
   bool import_claims(FrameReader& in, const SlotMap& slots);
   void settle_claims(size_t claims_max);
   bool import_names(FrameReader& in, std::vector<Imported>& sets, const Aging& aging);
-  void import_name(uint64_t key, uint64_t prefix, Tick last_seen, Imported& set, BlockId& before);
+  BlockId import_name(uint64_t key, uint64_t prefix, Tick last_seen, Imported& set, BlockId before,
+                      bool follows);
 
   // prefix_index_upkeep.cpp
   void forget(Context& context, BlockId id);
@@ -508,8 +517,9 @@ class PrefixIndex {
   HolderSets sets_;
   MatchWalk walk_;
   BlockPool pool_;
-  bool lists_all_ = false;    // new records too
-  uint64_t list_cursor_ = 0;  // up to which no record follows another
+  bool lists_all_;            // new records too
+  uint64_t list_cursor_ = 0;  // of list_all: up to there all are listed
+  Tick asked_by_hash_ = 0;    // when somebody last needed that
   NameTable names_;
   OtherNames other_names_;
   SurplusTable copies_, aliases_;
@@ -552,10 +562,10 @@ bool PrefixIndex::walk_names(NameCursor& cursor, Visit visit) const {
   constexpr size_t kPassedOverMax = 65'536;
   size_t passed_over = 0;
   if (!cursor.in_others) {
-    const bool is_over = pool_.walk(cursor.at, [&](BlockId, const BlockRecord* record) {
+    const bool is_over = pool_.walk(cursor.at, [&](BlockId id, const BlockRecord* record) {
       if (record == nullptr || record->holders == kEmptySet || record->owners == kEmptySet)
         return ++passed_over < kPassedOverMax;
-      return static_cast<bool>(visit(listed(*record)));
+      return static_cast<bool>(visit(listed(id)));
     });
     if (!is_over) return false;
     cursor = {0, true};

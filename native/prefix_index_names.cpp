@@ -49,20 +49,18 @@ BlockId PrefixIndex::add_record(Context& context, uint64_t prefix, BlockId paren
   record.holders = holders;
   record.last_seen = last_seen;
   ++context.records;
-  if (may_follow(parent, id))
-    record.follows = true;
-  else
-    context.listed.insert(prefix, id);
+  record.follows = may_follow(parent, id);
+  if (!record.follows || lists_all_) list(context, id);
   return id;
 }
 
 // The record of any prefix of the context. One that follows the record before it is found through that one
-// only: whoever asks for a prefix without its parent has all of them listed, now and from now on. list_all
-// did that beforehand, a slice at a time, or this is a long call.
+// only: whoever asks for a prefix without its parent has all of them listed first. list_all did that
+// beforehand, a slice at a time, or this is a long call.
 BlockId PrefixIndex::find(Context& context, uint64_t prefix) {
   const BlockId id = context.listed.find(prefix);
-  if (id != kNoBlock || context.following() == 0) return id;
-  list_all(SIZE_MAX);
+  if (id != kNoBlock || context.unlisted() == 0) return id;
+  list_all(SIZE_MAX, asked_by_hash_);
   return context.listed.find(prefix);
 }
 
@@ -71,32 +69,42 @@ BlockId PrefixIndex::find_live(Context& context, uint64_t prefix, Tick now) {
   return id != kNoBlock && !pool_[id].is_expired(now, limits_.ttl) ? id : kNoBlock;
 }
 
-bool PrefixIndex::list_all(size_t visits_max) {
+bool PrefixIndex::list_all(size_t visits_max, Tick now) {
+  asked_by_hash_ = now;
+  if (!lists_all_) list_cursor_ = 0;
   lists_all_ = true;
   size_t visits = 0;
   return pool_.walk(list_cursor_, [&](BlockId id, const BlockRecord* record) {
-    if (record != nullptr && record->follows)
+    if (record != nullptr && record->holders != kEmptySet && !record->is_listed)
       if (Context* const context = find_context(sets_.context(record->holders))) list(*context, id);
     return ++visits < visits_max;
   });
 }
 
-// A record that follows the one before it becomes one that is found by its prefix.
+// From now on the record is found by its prefix alone.
 void PrefixIndex::list(Context& context, BlockId id) {
   context.listed.insert(uint64_t{pool_[id].prefix}, id);
-  pool_[id].follows = false;
+  pool_[id].is_listed = true;
+}
+
+// From now on it is found behind the one that it follows.
+void PrefixIndex::unlist(Context& context, BlockId id) {
+  context.listed.erase(pool_[id].prefix, id);
+  pool_[id].is_listed = false;
 }
 
 // Before a record goes: what follows it can be found without it. Throws std::bad_alloc, and then nothing has
 // changed.
 void PrefixIndex::list_behind(Context& context, BlockId id) {
-  if (const BlockRecord* const next = pool_.peek(id + 1); next != nullptr && next->follows)
-    list(context, id + 1);
+  BlockRecord* const next = pool_.peek(id + 1);
+  if (next == nullptr || !next->follows) return;
+  if (!next->is_listed) list(context, id + 1);
+  next->follows = false;
 }
 
 // Behind list_behind.
 void PrefixIndex::free_record(Context& context, BlockId id) {
-  if (!pool_[id].follows) context.listed.erase(pool_[id].prefix, id);
+  if (pool_[id].is_listed) context.listed.erase(pool_[id].prefix, id);
   --context.records;
   pool_.free(id);
 }

@@ -49,6 +49,7 @@ void PrefixIndex::confirm(Context& context, uint64_t prefix, uint32_t local) {
 // -- queries
 
 std::vector<Place> PrefixIndex::holders(uint32_t id, uint64_t prefix, Tick now) {
+  asked_by_hash_ = now;
   std::vector<Place> found;
   Context* const context = find_context(id);
   const BlockId record = context == nullptr ? kNoBlock : find_live(*context, prefix, now);
@@ -61,6 +62,7 @@ std::vector<Place> PrefixIndex::holders(uint32_t id, uint64_t prefix, Tick now) 
 }
 
 std::vector<Holding> PrefixIndex::holdings(uint32_t id, std::span<const uint64_t> prefixes, Tick now) {
+  asked_by_hash_ = now;
   std::vector<Holding> found;
   Context* const context = find_context(id);
   if (context == nullptr) return found;

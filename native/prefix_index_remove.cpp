@@ -108,7 +108,7 @@ void PrefixIndex::empty_run(Removal& removal, HolderStep& step, std::span<const 
       }
       for (size_t i = first; i < fetched; ++i) {
         names_.prefetch(ring[i % ring.size()].in_names);
-        if (!pool_[last - static_cast<BlockId>(i)].follows)
+        if (pool_[last - static_cast<BlockId>(i)].is_listed)
           context.listed.prefetch(ring[i % ring.size()].in_prefixes);
       }
     }
@@ -121,7 +121,7 @@ void PrefixIndex::empty_run(Removal& removal, HolderStep& step, std::span<const 
     step.take();
     --slot.blocks;
     slot.digest -= mix64(prefix);
-    if (!record.follows) context.listed.erase(mine.in_prefixes, id);
+    if (record.is_listed) context.listed.erase(mine.in_prefixes, id);
     names_.erase(mine.in_names, id);
     --context.records;
     pool_.free(id);
@@ -187,7 +187,7 @@ void PrefixIndex::prefetch_removal(const Removal& removal, std::span<const uint6
   if (3 * kAhead < engine_hashes.size()) names_.prefetch(mix64(engine_hashes[3 * kAhead]));
   if (const BlockId id = likely(2 * kAhead); id != kNoBlock) pool_.prefetch(id);
   if (removal.context == nullptr) return;
-  if (const BlockId id = likely(kAhead); id != kNoBlock && !pool_[id].follows)
+  if (const BlockId id = likely(kAhead); id != kNoBlock && pool_[id].is_listed)
     removal.context->listed.prefetch(pool_[id].prefix);
 }
 

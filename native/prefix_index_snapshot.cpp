@@ -14,6 +14,7 @@
 //   count, then key u64                             keys of which only what follows is true
 //   count, then (context u32, count, slot u32 ...)  sets of slots
 //   count, then columns: key u64, prefix u64, set u32, last_seen u32
+//                        (beside the set: whether the prefix is the child of that of the row before)
 //   count, then (name u32, slot u32, copies u64)    names with more than one copy; copies beyond the first
 // or, where there is a fuzzy index, of its contents (content_rows.hpp):
 //   kContents, count, then columns: context u32, kind u32, prefix u64, simhash u64, content u64
@@ -35,6 +36,7 @@ namespace {
 constexpr uint32_t kContents = 0xFFFFFFFF;  // no frame has so many prefixes that are gone
 constexpr uint32_t kClaims = 0xFFFFFFFE;    // nor so many
 constexpr uint32_t kNoContext = 0;          // contexts are numbered from 1
+constexpr uint32_t kFollows = 1u << 31;     // beside the number of a set
 }  // namespace
 
 void PrefixIndex::export_begin() {
@@ -161,7 +163,7 @@ std::vector<uint8_t> PrefixIndex::export_changes(size_t keys_max, size_t& keys_l
   std::vector<ListedName> found;
   for (const uint64_t key : keys)
     each_name(key, [&](const Naming& name) {
-      found.push_back(name.id != kNoBlock ? listed(pool_[name.id]) : listed(other_names_[name.other]));
+      found.push_back(name.id != kNoBlock ? listed(name.id) : listed(other_names_[name.other]));
       return false;
     });
   return frame_of(keys, found);
@@ -185,13 +187,16 @@ std::vector<uint8_t> PrefixIndex::frame_of(std::span<const uint64_t> void_keys,
     uint64_t key, prefix;
     uint32_t set;
     Tick last_seen;
+    bool follows;
   };
   std::vector<Row> rows;
+  BlockId last = kNoBlock;  // of the row before
   std::vector<SetId> sets;  // retained until the frame is written
   std::unordered_map<SetId, uint32_t> set_at;
   rows.reserve(found.size());
   for (const ListedName& name : found) {
     const Context* const context = find_context(sets_.context(name.owners));
+    const BlockId before = std::exchange(last, kNoBlock);
     if (context == nullptr || name.holders == kEmptySet) continue;
     const bool all = name.holders == name.owners && context->retired_slots.empty();
     const SetId owners =
@@ -202,7 +207,9 @@ std::vector<uint8_t> PrefixIndex::frame_of(std::span<const uint64_t> void_keys,
       sets_.retain(owners);
       sets.push_back(owners);
     }
-    rows.push_back({name.key, name.prefix, at->second, name.last_seen});
+    const bool follows = name.follows && before + 1 == name.id;
+    last = name.id;
+    rows.push_back({name.key, name.prefix, at->second, name.last_seen, follows});
   }
 
   FrameWriter out;
@@ -225,7 +232,7 @@ std::vector<uint8_t> PrefixIndex::frame_of(std::span<const uint64_t> void_keys,
   out.u32(static_cast<uint32_t>(rows.size()));
   for (const Row& row : rows) out.u64(row.key);
   for (const Row& row : rows) out.u64(row.prefix);
-  for (const Row& row : rows) out.u32(row.set);
+  for (const Row& row : rows) out.u32(row.set | (row.follows ? kFollows : 0));
   for (const Row& row : rows) out.u32(row.last_seen);
 
   std::vector<std::array<uint64_t, 3>> surplus;
@@ -258,6 +265,8 @@ bool PrefixIndex::import_frame(std::span<const uint8_t> bytes, const SlotMap& sl
                                bool takes_contents) {
   FrameReader in(bytes);
   const uint32_t kind = FrameReader(bytes).u32();
+  asked_by_hash_ = aging.now;
+  if (!lists_all_) list_all(SIZE_MAX, aging.now);
   if (kind == kContents) return import_contents(in, slots, takes_contents);
   if (kind == kClaims) return import_claims(in, slots);
   for (size_t left = in.count(12); left != 0; --left) {
@@ -408,12 +417,15 @@ bool PrefixIndex::import_names(FrameReader& in, std::vector<Imported>& sets, con
   struct Row {
     uint64_t key, prefix;
     uint32_t set;
+    bool follows;
   };
   std::vector<Row> rows(in.count(24));
   for (Row& row : rows) row.key = in.u64();
   for (Row& row : rows) row.prefix = in.u64();
   for (Row& row : rows) {
-    row.set = in.u32();
+    const uint32_t set = in.u32();
+    row.set = set & ~kFollows;
+    row.follows = (set & kFollows) != 0;
     if (row.set >= sets.size()) return false;
   }
   BlockId before = kNoBlock;
@@ -426,7 +438,9 @@ bool PrefixIndex::import_names(FrameReader& in, std::vector<Imported>& sets, con
     const Tick last_seen = aging.aged(in.u32());
     if (!in.is_whole()) return false;
     if (Imported& set = sets[rows[i].set]; set.id != kEmptySet)
-      import_name(rows[i].key, rows[i].prefix, last_seen, set, before);
+      before = import_name(rows[i].key, rows[i].prefix, last_seen, set, before, rows[i].follows);
+    else
+      before = kNoBlock;
   }
   for (size_t left = in.count(16); left != 0; --left) {
     const uint32_t row = in.u32();
@@ -442,12 +456,13 @@ bool PrefixIndex::import_names(FrameReader& in, std::vector<Imported>& sets, con
 
 // Tried: 130,000 names at a time, each table in the order of its keys. No faster: the tables are larger than
 // the caches, but so are the lists of what goes where.
-void PrefixIndex::import_name(uint64_t key, uint64_t prefix, Tick last_seen, Imported& set, BlockId& before) {
+BlockId PrefixIndex::import_name(uint64_t key, uint64_t prefix, Tick last_seen, Imported& set, BlockId before,
+                                 bool follows) {
   Context& context = *set.context;
   BlockId id = find_near(context, before, prefix);
   if (id == kNoBlock) {
     sets_.retain(set.id);
-    id = add_record(context, prefix, kNoBlock, set.id, last_seen);
+    id = add_record(context, prefix, follows ? before : kNoBlock, set.id, last_seen);
     ++set.blocks;
     set.digest += mix64(prefix);
   } else {
@@ -464,7 +479,7 @@ void PrefixIndex::import_name(uint64_t key, uint64_t prefix, Tick last_seen, Imp
   }
   sets_.retain(set.id);
   add_name(id, key, set.id);
-  before = id;
+  return id;
 }
 
 }  // namespace kvindexer

@@ -69,6 +69,7 @@ Stored PrefixIndex::place(const Place& place, std::span<const uint64_t> engine_h
 Stored PrefixIndex::store_prefixes(const Place& place, uint32_t id, std::span<const uint64_t> engine_hashes,
                                    std::span<const uint64_t> prefixes, std::span<const uint64_t> copies,
                                    Tick now, bool count_copies, uint32_t owner) {
+  asked_by_hash_ = now;
   orphans_.expire(now, limits_.ttl);
   Frame frame{.place = place, .engine_hashes = engine_hashes, .prefixes = prefixes, .copies = copies};
   frame.is_chain = false;
@@ -79,6 +80,7 @@ Stored PrefixIndex::store_prefixes(const Place& place, uint32_t id, std::span<co
 Stored PrefixIndex::store_hashed(const Place& place, uint32_t id, std::span<const uint64_t> engine_hashes,
                                  std::optional<uint64_t> chain_from, std::span<const uint64_t> prefixes,
                                  std::vector<Content> contents, Tick now, bool count_copies, uint32_t owner) {
+  asked_by_hash_ = now;
   orphans_.expire(now, limits_.ttl);
   Context& context = use(id);
   Frame frame{.place = place, .engine_hashes = engine_hashes, .prefixes = prefixes};
@@ -141,15 +143,14 @@ uint64_t PrefixIndex::store_frame(Context& context, Frame first, Tick now, bool 
 }
 
 // What was stored for orphans between two blocks of a frame may have taken the record of the block before
-// away.
+// away: then that has none, as nothing but this frame stores its prefix.
 void PrefixIndex::renew_parent(Context& context, Frame& frame) {
   if (!frame.is_chain || frame.before == kNoBlock) return;
   const uint64_t parent = frame.next == 0 ? *frame.parent : frame.prefixes[frame.next - 1];
   const BlockRecord* const record = pool_.peek(frame.before);
-  if (record != nullptr && record->prefix == parent && record->holders != kEmptySet &&
-      sets_.context(record->holders) == context.id)
-    return;
-  frame.before = find(context, parent);
+  if (record == nullptr || record->prefix != parent || record->holders == kEmptySet ||
+      sets_.context(record->holders) != context.id)
+    frame.before = kNoBlock;
 }
 
 // Pushes a frame for each orphan that waits for this block, the oldest on top. A block that came without
@@ -209,7 +210,7 @@ size_t PrefixIndex::store_run(const Storing& by, Frame& frame) {
   for (size_t at = begin; at < end; at = frame.next) {
     store_known(by, frame);
     if (frame.next < end) store_renamed(by, frame);
-    if (frame.next < end && (frame.is_chain || context.following() == 0)) store_new(by, frame);
+    if (frame.next < end && (frame.is_chain || context.unlisted() == 0)) store_new(by, frame);
     if (frame.next == at) break;
   }
   return frame.next - begin;
@@ -345,10 +346,11 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
     record.holders = alone;
     record.owners = alone;
     ++context.records;
-    if (may_follow(frame.before, id))
-      record.follows = true;
-    else
+    record.follows = may_follow(frame.before, id);
+    if (!record.follows || lists_all_) {
       context.listed.insert(in_prefixes, id);
+      record.is_listed = true;
+    }
     names_.insert(in_names, id);
     touch(at.key);
     ++slot.blocks;

@@ -11,6 +11,8 @@ constexpr size_t kSample = 1024;       // entries whose age is looked at to find
 constexpr size_t kEvictionsMax = 64;   // in one go
 constexpr size_t kEvictRun = 32;       // records in a row that are looked at for one that may go
 constexpr size_t kEvictJumpsMax = 64;  // in vain, until the age is chosen anew
+constexpr size_t kTries = 8;           // to meet a record of the context by chance
+constexpr Tick kListedFor = 6'000;     // behind the last question by a hash alone: ten minutes
 constexpr uint64_t kRunSample = 256;
 constexpr size_t kGraveVisits = 4096;  // what taking one segment apart counts for
 
@@ -66,11 +68,20 @@ void PrefixIndex::evict(Context& context) {
   statistics_.evicted += evicted;
 }
 
-// Of any run of records, one of the first kRunSample.
+// Any record of the context, each as likely as the others: all numbers are tried, as most are of a context
+// that is full. One that has few of them makes do with one of the first kRunSample of any run, though runs
+// that are longer than others are met too seldom then.
 BlockId PrefixIndex::some_record(const Context& context) {
-  const uint64_t random = mix64(random_ += 0x9E3779B97F4A7C15u);
+  const auto next_random = [this] { return mix64(random_ += 0x9E3779B97F4A7C15u); };
+  for (size_t tries = context.records < pool_.end() / kTries ? 0 : kTries; tries != 0; --tries) {
+    const auto id = static_cast<BlockId>(next_random() % pool_.end());
+    const BlockRecord* const record = pool_.peek(id);
+    if (record != nullptr && record->holders != kEmptySet && sets_.context(record->holders) == context.id)
+      return id;
+  }
+  const uint64_t random = next_random();
   BlockId id = context.listed.some(random);
-  for (uint64_t further = random % kRunSample; further != 0 && is_followed(id); --further) ++id;
+  for (uint64_t further = random % kRunSample; further != 0 && is_unlisted(id + 1); --further) ++id;
   return id;
 }
 
@@ -79,7 +90,7 @@ void PrefixIndex::choose_victims(Context& context) {
   if (context.records <= kSample) {
     context.listed.for_each([&](BlockId id) {
       seen.emplace_back(Tick{pool_[id].last_seen}, id);
-      for (; is_followed(id); ++id) seen.emplace_back(Tick{pool_[id + 1].last_seen}, id + 1);
+      for (; is_unlisted(id + 1); ++id) seen.emplace_back(Tick{pool_[id + 1].last_seen}, id + 1);
     });
   } else {
     for (size_t i = 0; i < kSample; ++i) {
@@ -100,6 +111,10 @@ Swept PrefixIndex::sweep(Tick now, size_t visits_max) {
   Swept swept;
   orphans_.expire(now, limits_.ttl);
   if (!in_pass_) {
+    if (lists_all_ && !limits_.lists_all && now - asked_by_hash_ >= kListedFor) {
+      lists_all_ = false;
+      remains_ = true;  // what is listed and need not be
+    }
     if (!remains_ && limits_.ttl == 0 && marks_ == 0) {
       swept.pass_done = true;
       return swept;
@@ -198,15 +213,19 @@ void PrefixIndex::sweep_contexts(Swept& swept, Stage next, Slice slice) {
 // The records from `sweep_cursor_` on, used or not; those that follow others go before these.
 size_t PrefixIndex::sweep_records(Tick now, size_t visits_max, Swept& swept) {
   return pool_.walk_back(sweep_cursor_, visits_max, [&](BlockId id, const BlockRecord& record) {
-    if (record.holders != kEmptySet) clean_record(id, now, swept);
+    if (record.holders == kEmptySet) return;
+    if (!lists_all_ && record.follows && record.is_listed)
+      if (Context* const context = find_context(sets_.context(record.holders))) unlist(*context, id);
+    clean_record(id, now, swept);
   });
 }
 
 void PrefixIndex::clean_record(BlockId id, Tick now, Swept& swept) {
   BlockRecord& record = pool_[id];
   Context* const context = find_context(sets_.context(record.holders));
-  if (context == nullptr) {                              // dropped
-    if (is_followed(id)) pool_[id + 1].follows = false;  // nothing follows a record that is not there
+  if (context == nullptr) {  // dropped
+    if (BlockRecord* const next = pool_.peek(id + 1); next != nullptr)
+      next->follows = false;  // nothing follows a record that is not there
     unname(id);
     sets_.release(record.holders);
     pool_.free(id);

@@ -450,7 +450,7 @@ class ReferenceIndex:
             marked += 1
         return marked
 
-    def list_all(self, visits_max: int) -> bool:
+    def list_all(self, visits_max: int, now: int) -> bool:
         return True
 
     def holders(self, context: int, prefix_hash: int, now: int) -> list[tuple[int, int, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -100,8 +101,8 @@ MakeFleet = Callable[..., Fleet]
 
 @pytest.fixture(params=[ReferenceIndex, PrefixIndex], ids=["oracle", "native"])
 def make_fleet(request: pytest.FixtureRequest) -> MakeFleet:
-    def make(**limits: int) -> Fleet:
-        return Fleet(request.param(IndexLimits(**{"ttl_ticks": TTL, **limits})))
+    def make(ttl_ticks: int = TTL, **limits: Any) -> Fleet:
+        return Fleet(request.param(IndexLimits(ttl_ticks=ttl_ticks, **limits)))
 
     return make
 

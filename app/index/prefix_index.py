@@ -106,6 +106,7 @@ contents
 Work. Clear, drop and context drop are O(1): dead slots are masked in every query and swept in slices by `sweep`.
 Whatever asks for a prefix without its chain (`holders`, `holdings`, `store_prefixes`, `store_hashed`, imports) needs
 every entry to be listed by its hash, and new ones from then on: `list_all` does that in slices, or they do it at once.
+Ten minutes behind the last of them, sweeps begin to undo it.
 """
 
 from __future__ import annotations
@@ -143,6 +144,7 @@ class IndexLimits:
     orphan_blocks_max: int = 65_536
     speculative_blocks_max: int = 262_144
     claims_max: int = 4_000_000
+    lists_all: bool = False  # for whoever asks by hash alone all the time, as replicas do
 
 
 class StoreResult(msgspec.Struct, frozen=True):
@@ -254,6 +256,7 @@ class PrefixIndex:
             limits.orphan_blocks_max,
             limits.speculative_blocks_max,
             limits.claims_max,
+            limits.lists_all,
             None if contents is None else contents.core,
         )
         self._contexts: dict[int, _Context] = {}
@@ -557,11 +560,11 @@ class PrefixIndex:
             raise InvalidInput(f"a speculative entry must live at least {TICK_MS} ms", field="ttl_s")
         return self._core.add_speculative(context, source, prefix_hashes, ttl_ticks, now)
 
-    def list_all(self, visits_max: int) -> bool:
-        """Looks at about so many entries and makes them findable by their hash alone; True when all are, as new ones
+    def list_all(self, visits_max: int, now: int) -> bool:
+        """Looks at about so many entries and makes them findable by their hash alone; True when all are, and new ones
         will be. `holdings`, `holders`, `store_prefixes`, `store_hashed` and imports need that, and do what is left of it
-        at once: 65 ms for a million blocks."""
-        return self._core.list_all(visits_max)
+        at once: 65 ms for a million blocks. Ten minutes behind the last of them, sweeps begin to undo it."""
+        return self._core.list_all(visits_max, now)
 
     def holdings(self, context: int, prefix_hashes: bytes, now: int) -> list[Holding]:
         packed = self._core.holdings(context, prefix_hashes, now)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import random
 import struct
+from collections.abc import Sequence
 
 import pytest
 
 from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
 from app.index.prefix_index import IndexLimits, PrefixIndex
+from tests.index.exporting import export_frames
 
 BLOCK_SIZE = 2
 MODELS = ("a", "b", "c")
@@ -66,7 +68,7 @@ class Runs:
 
     def step(self) -> None:
         pod, path = self.r.randrange(len(SEEDS)), self.r.choice(self.prompts)
-        kind = self.r.randrange(20)
+        kind = self.r.randrange(22)
         if kind < 6:
             begin = self.r.choice(
                 [0, 0, self.r.randrange(len(path))]
@@ -83,8 +85,12 @@ class Runs:
             self.now += self.r.choice([1, 5, 39])
         elif kind == 18:
             self.index.sweep(self.now, self.r.choice([1, 20, 500]))
-        else:
+        elif kind == 19:
             self.index.clear(self.sources[pod], tier=self.r.choice([None, 0]))
+        elif kind == 20:  # something is asked by its hash alone, or nothing is for long
+            self.index.list_all(self.r.choice([1, 50, 5000]), self.now)
+        else:
+            self.now += self.r.choice([0, 0, 0, 6000])
 
     def remove(self, pod: int, path: Path) -> None:
         begin = self.r.randrange(len(path))
@@ -137,9 +143,7 @@ class Runs:
                     expected = {source for source, names in of_context.items() if prefix in names}
                     found = {source for source, *_ in self.index.holders(info.id, prefix, self.now)}
                     assert found == expected
-        for _ in range(2):  # the pass under way, and a whole one
-            while not self.index.sweep(self.now, 10_000).idle:
-                pass
+        sweep_all(self.index, self.now)
         named = sum(len(set().union(*of_context.values())) for of_context in held.values())
         assert self.index.stats().prefixes == named
 
@@ -156,16 +160,15 @@ def test_each_is_found_once(seed: int) -> None:
         if i % 10 == 0:
             runs.check_matches()
     runs.check_matches()
-    while not runs.index.list_all(7):  # while more comes and goes
+    while not runs.index.list_all(7, runs.now):  # while more comes and goes
         runs.step()
     runs.check_matches()
     runs.check_each()
 
 
-def test_to_be_listed_takes_memory_only_when_asked_for() -> None:
-    blocks = 100_000
+def long_chain(blocks: int) -> tuple[PrefixIndex, int, Path]:
     path = tuple(range(blocks))
-    index = PrefixIndex(IndexLimits())
+    index = PrefixIndex(IndexLimits(ttl_ticks=0))
     context = index.context("m", None, BLOCK_SIZE, 0)
     index.store(
         index.add_source(),
@@ -178,10 +181,180 @@ def test_to_be_listed_takes_memory_only_when_asked_for() -> None:
         extra_keys=None,
         now=0,
     )
+    return index, context, path
+
+
+def sweep_all(index: PrefixIndex, now: int) -> None:
+    for _ in range(2):  # the pass under way, and a whole one
+        while not index.sweep(now, 2048).idle:
+            pass
+
+
+BLOCKS = 100_000
+
+
+def test_to_be_listed_takes_memory_only_while_it_is_asked_for() -> None:
+    index, context, path = long_chain(BLOCKS)
     before = index.stats().bytes
     slices = 1
-    while not index.list_all(1000):
+    while not index.list_all(1000, 0):
         slices += 1
-    assert slices >= blocks // 1000
-    assert index.stats().bytes - before > 7 * blocks
-    assert index.list_all(1)
+    assert slices >= BLOCKS // 1000
+    assert index.stats().bytes - before > 7 * BLOCKS
+    assert index.list_all(1, 0)
+    sweep_all(index, 5_999)
+    assert index.stats().bytes - before > 7 * BLOCKS
+    sweep_all(index, 6_000)
+    assert index.stats().bytes - before < BLOCKS
+    [row] = index.match_tokens(context, token_bytes(path), None, 6_000)
+    assert row.tiers[0] == BLOCKS
+
+
+def test_a_snapshot_keeps_what_follows_what() -> None:
+    index, context, path = long_chain(BLOCKS)
+    writing = index.start_export()
+    frames = export_frames(writing, writing.claims, 3_000, lambda: None)
+    writing.close()
+    fresh = PrefixIndex(IndexLimits(ttl_ticks=0))
+    importing = fresh.start_import(saved_at=0, elapsed=0, now=0)
+    [slot] = index.slots()
+    importing.slot(slot, context=fresh.context("m", None, BLOCK_SIZE, 0), source=fresh.add_source())
+    for frame in frames:
+        assert importing.frame(frame)
+    while not importing.settle(100):
+        pass
+    assert fresh.stats().bytes - index.stats().bytes > 7 * BLOCKS  # all are listed while it is read
+    sweep_all(fresh, 6_000)
+    assert fresh.stats().bytes - index.stats().bytes < BLOCKS
+    [row] = fresh.match_tokens(context, token_bytes(path), None, 6_000)
+    assert row.tiers[0] == BLOCKS
+
+
+class Prompts:
+    """One pod and its prompts in contexts of blocks of one token; engine hashes come one after the other."""
+
+    def __init__(self, limits: IndexLimits) -> None:
+        self.index = PrefixIndex(limits)
+        self.pod = self.index.add_source()
+        self.named = 0
+
+    def store(
+        self,
+        context: int,
+        token_ids: Sequence[int],
+        hashes: Sequence[int] = (),
+        *,
+        parent: int | None = None,
+        now: int = 0,
+        pod: int | None = None,
+    ) -> Sequence[int]:
+        if not hashes:
+            hashes = range(self.named + 1, self.named + 1 + len(token_ids))
+            self.named += len(token_ids)
+        self.index.store(
+            self.pod if pod is None else pod,
+            context,
+            tier=0,
+            group=0,
+            engine_hashes=struct.pack(f"<{len(hashes)}Q", *hashes),
+            parent=parent,
+            token_ids=struct.pack(f"<{len(token_ids)}I", *token_ids),
+            extra_keys=None,
+            now=now,
+        )
+        return hashes
+
+    def remove(self, hashes: Sequence[int]) -> None:
+        packed = struct.pack(f"<{len(hashes)}Q", *hashes)
+        self.index.remove(self.pod, tier=0, group=0, engine_hashes=packed, now=0)
+
+    def depth(self, context: int, token_ids: Sequence[int], now: int = 0) -> int:
+        packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
+        return max((row.tiers[0] for row in self.index.match_tokens(context, packed, None, now)), default=0)
+
+
+def test_what_followed_a_run_that_was_removed_is_found_when_the_run_comes_back_elsewhere() -> None:
+    prompts = Prompts(IndexLimits())
+    context = prompts.index.context("m", None, 1, 0)
+    hashes = prompts.store(context, range(10))
+    prompts.remove(hashes[3:7])
+    prompts.store(context, range(100, 104))  # takes the room of those that went
+    prompts.store(context, range(3, 7), parent=hashes[2])
+    assert prompts.depth(context, range(10)) == 10
+    assert prompts.index.contexts()[0].prefixes == 14
+
+
+@pytest.mark.parametrize("slices", range(1, 8))
+def test_nothing_follows_what_takes_the_room_of_a_dropped_context(slices: int) -> None:
+    """The sweep stands between two entries of a run, the second of which still lies behind what came in place of the
+    first."""
+    prompts = Prompts(IndexLimits(contexts_max=3))
+    dropped, filler, context = (prompts.index.context(model, None, 1, 0) for model in ("a", "b", "c"))
+    prompts.store(dropped, range(1500))
+    prompts.store(filler, range(545))
+    prompts.store(context, range(2))  # and all the room of a chunk is taken
+    prompts.index.context("d", None, 1, 0)
+    assert dropped not in {info.id for info in prompts.index.contexts()}
+    for _ in range(slices):
+        prompts.index.sweep(0, 10)
+    for hashes in [prompts.store(context, [1000 + i]) for i in range(70)]:
+        prompts.remove(hashes)
+    packed = prompts.index.prefix_hashes("c", None, 1, struct.pack("<2I", 0, 1), None)
+    for prefix in struct.unpack("<2Q", packed):
+        assert prompts.index.holders(context, prefix, 0) == [(prompts.pod, 0, 0)]
+
+
+def test_what_ends_its_parent_by_taking_its_name_is_found_when_that_comes_back() -> None:
+    """The newest block of a name wins, and the number beside the one that its parent had is free."""
+    prompts = Prompts(IndexLimits())
+    context = prompts.index.context("m", None, 1, 0)
+    prompts.store(context, range(100, 162))
+    name = prompts.store(context, [1])
+    prompts.remove(prompts.store(context, [50]))
+    prompts.store(context, [2], name, parent=name[0])
+    assert prompts.depth(context, [1, 2]) == 0
+    prompts.store(context, [1])
+    assert prompts.depth(context, [1, 2]) == 2
+
+
+def test_what_comes_behind_a_parent_that_an_orphan_ended_is_found_when_that_comes_back() -> None:
+    prompts = Prompts(IndexLimits())
+    index, context = prompts.index, prompts.index.context("m", None, 1, 0)
+    prompts.store(context, range(500, 510))
+    prompts.store(context, [7], [12], parent=12)  # takes the name of what it waits for
+    prompts.store(context, [1, 2, 3], [11, 12, 13])
+    assert prompts.depth(context, [1, 2, 3]) == 1
+    prompts.store(context, [2], [14], parent=11)
+    assert prompts.depth(context, [1, 2, 3]) == 3
+    assert prompts.depth(context, [1, 2, 7]) == 3
+    before = index.stats().bytes
+    prompts.store(context, range(1_000, 9_000))
+    taken = index.stats().bytes - before
+    assert taken < 8_000 * 40, "what comes later still follows"
+
+
+def test_a_name_does_not_mean_what_took_the_room_of_its_block() -> None:
+    prompts = Prompts(IndexLimits(ttl_ticks=10))
+    index, context = prompts.index, prompts.index.context("m", None, 1, 0)
+    other = index.add_source()
+    prompts.store(context, [1], [11])
+    prompts.store(context, [1], [12], pod=other)  # beside the one that the entry carries
+    assert index.sweep(10, 2_048).expired == 1  # and stops before the other names
+    prompts.store(context, [2], [13], now=10, pod=other)
+    packed = struct.pack("<Q", 12)
+    assert index.remove(other, tier=0, group=0, engine_hashes=packed, now=10).unknown_blocks == 1
+    assert prompts.depth(context, [2], now=10) == 1
+
+
+def test_old_runs_go_before_single_blocks_that_are_younger() -> None:
+    """Whatever shares an entry of the table with many others is as likely to be looked at as what has one of its own."""
+    capacity, length = 16_000, 250
+    prompts = Prompts(IndexLimits(ttl_ticks=0, prefixes_per_context_max=capacity))
+    context = prompts.index.context("m", None, 1, 0)
+    runs = [[i] * length for i in range(capacity // 2 // length)]
+    for now, run in enumerate(runs):
+        prompts.store(context, run, now=now)
+    for i in range(capacity):
+        prompts.store(context, [1_000_000 + i], now=len(runs) + i)
+    left = sum(prompts.depth(context, run) for run in runs)
+    assert left < capacity // 50

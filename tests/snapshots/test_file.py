@@ -141,7 +141,7 @@ def test_frames_in_another_order(tmp_path: Path) -> None:
     [
         (b"", "is not a snapshot"),
         (b"PK\x03\x04 something else entirely", "is not a snapshot"),
-        (b"KVIXSNAP\x01\x00\x00\x00", "version 1, and this program reads 2 to 4"),
+        (b"KVIXSNAP\x01\x00\x00\x00", "version 1, and this program reads 2 to 5"),
         (b"KVIXSNAP\x02\x00\x00\x00", "its end is missing"),
         (b"KVIXSNAP\x02\x00\x00\x00\x01\x01", "ends within the frame at byte 12"),
         (b"KVIXSNAP\x02\x00\x00\x00\x07" + bytes(8), "there is no frame at byte 12"),

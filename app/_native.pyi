@@ -414,10 +414,49 @@ def msgpack_events(
     for a payload that is no array of a time, events and perhaps a rank, or that ends too early or too late.
     """
 
+class PlainBatch:
+    """A posted batch of the usual events, from its bytes into the index (native/plain_batch.hpp). `tiers` are the media
+    by name, in lower case; `kinds` are those of groups that are indexed. None: it is not plain, and holds nothing now."""
+
+    BYTES_MAX: int  # of a payload or body
+
+    def __init__(self, tiers: list[tuple[str, int]], kinds: list[str]) -> None: ...
+    def read_msgpack(self, payload: Buffer, events_max: int) -> tuple[float | None, int | None] | None:
+        """Time and rank of the payload of an engine."""
+
+    def read_json(
+        self, body: Buffer, events_max: int
+    ) -> tuple[str, str | None, str | None, int, int | None, float | None] | None:
+        """Pod, model, adapter, rank, number and time of a body of posted events."""
+
+    def kind(self) -> tuple[int, int, int, int, str | None, bool]:
+        """Events; those of them that store, with their tier, block size and adapter; whether any is of a tier other than
+        the GPU's."""
+
+    def events(self) -> list[tuple[int, int, bytes] | tuple[int, int, bytes, int | None, bytes]]:
+        """(tier, group, block hashes), and where blocks are stored (.., parent, token ids)."""
+
+    def apply(
+        self, index: PrefixIndex, source: int, context: int, now: int, count_copies: bool
+    ) -> tuple[int, int, int, int]:
+        """Blocks stored, removed, that wait for their parent, and that are not known."""
+
 def request_head(data: bytes) -> tuple[str, bytes, list[tuple[bytes, bytes]], int, int] | None:
     """The head of a plain POST request at the beginning of `data`: path, query string, the headers that an answer may
     depend on (names in lower case), bytes of the head, bytes of the body. None for any other, and for one that has not
     come whole."""
+
+class HeadBook:
+    """Heads of plain POST requests that came before, by number (native/head_book.hpp)."""
+
+    def __init__(self) -> None: ...
+    def find(self, data: bytes) -> tuple[int | None, int, int] | None:
+        """(number, bytes of the head, bytes of the body); the number is None for a head that is not known. None where
+        `request_head` is."""
+
+    def put(self, data: bytes) -> tuple[int | None, int, int] | None:
+        """The same, known from now on: by the next number, or by 0 and all others are forgotten. A head with a key, or of
+        one request only, gets no number."""
 
 def scan_json(data: Buffer) -> bytes | None:
     """`json_unsigned` for the usual texts, None for others (native/digit_scan.hpp)."""

@@ -22,6 +22,7 @@ from typing import TypeGuard
 
 import msgspec
 
+from app._native import PlainBatch
 from app.config import Settings
 from app.errors import BatchRejected, InvalidInput
 from app.events import (
@@ -38,7 +39,7 @@ from app.hints import HintBook, Holder, read_hints
 from app.index.interface import Index
 from app.live import LiveFeed
 from app.owners import Owners, read_owners
-from app.pods import PodSpec, Source
+from app.pods import PodSpec, Source, SourceState
 from app.registry import Registry
 
 
@@ -213,6 +214,62 @@ class Batches:
             self._registry.check_model(known, model)
         self._registry.check_rank(dp_rank)
 
+    def post_plain(
+        self,
+        pod: str,
+        plain: PlainBatch,
+        *,
+        model: str | None,
+        dp_rank: int,
+        seq: int | None,
+        lora: str | None,
+    ) -> BatchResult | None:
+        """See IndexerService.post_plain."""
+        known = self._registry.pods.get(pod)
+        source = None if known is None else known.sources.get(dp_rank)
+        if known is None or source is None or not self._is_usual(known.spec, source, model, seq):
+            return None
+        events, stores, tier, block_size, own_lora, offloads = plain.kind()
+        context = None
+        if stores:
+            context = self._usual_context(known.spec, source, tier, block_size, own_lora or lora)
+            if context is None:
+                return None
+        stored, removed, orphans, unknown = self._index.apply_plain(
+            plain,
+            source.index_id,
+            context or 0,
+            now=self._now(),
+            count_copies=self._settings.count_copies,
+        )
+        if stores:
+            source.events["BlockStored"] += stores
+        if events > stores:
+            source.events["BlockRemoved"] += events - stores
+        source.offloads |= offloads
+        source.unknown_blocks += unknown
+        if orphans:
+            self._report_drops()
+        return self._book(source, seq, stored, removed, orphans, accepted=events)
+
+    def _is_usual(self, spec: PodSpec, source: Source, model: str | None, seq: int | None) -> bool:
+        """A batch of this source changes nothing but blocks and counters, as far as can be said without its events."""
+        if model is not None and model != spec.model:
+            return False
+        if seq is not None and (source.last_seq is None or seq != source.last_seq + 1):
+            return False
+        return source.stream is SourceState.LIVE and self._hints.is_empty
+
+    def _usual_context(
+        self, spec: PodSpec, source: Source, tier: int, block_size: int, lora: str | None
+    ) -> int | None:
+        """Of blocks as this source has stored them before."""
+        own = source.block_size
+        size = own if tier == Tier.GPU else source.chunk_sizes.get(Tier(tier))
+        if own is None or block_size != size or block_size % own:
+            return None
+        return self._index.context_ids(spec.model, lora or spec.lora).get(block_size)
+
     def _examine(
         self,
         pod: str,
@@ -252,22 +309,47 @@ class Batches:
         if sifted.chunk_sizes is not source.chunk_sizes:
             self._learn_chunk_sizes(source, sifted.chunk_sizes)
         tally = self._apply_events(source, sifted.events, lora, owner)
-        source.batches += 1
         source.ignored += sifted.ignored
-        source.stored_blocks += tally.stored_blocks
-        source.removed_blocks += tally.removed_blocks
-        source.orphans += tally.orphan_blocks
-        source.last_seq = source.last_seq if seq is None else seq
         self._count_rejected(source, sifted.rejected)
-        self._registry.hear(source)
-        waiting = self._index.orphan_blocks(source.index_id) if tally.orphan_blocks else 0
-        result = BatchResult(
-            accepted=len(sifted.events) + sifted.ignored,
+        accepted = len(sifted.events) + sifted.ignored
+        return self._book(
+            source,
+            seq,
+            tally.stored_blocks,
+            tally.removed_blocks,
+            tally.orphan_blocks,
+            accepted=accepted,
             ignored=sifted.ignored,
-            stored_blocks=tally.stored_blocks,
-            removed_blocks=tally.removed_blocks,
-            orphans=min(tally.orphan_blocks, waiting),
             rejected=sifted.rejected,
+        )
+
+    def _book(
+        self,
+        source: Source,
+        seq: int | None,
+        stored_blocks: int,
+        removed_blocks: int,
+        orphan_blocks: int,
+        *,
+        accepted: int,
+        ignored: int = 0,
+        rejected: tuple[RejectedEvent, ...] = (),
+    ) -> BatchResult:
+        """The books of a batch that was applied."""
+        source.batches += 1
+        source.stored_blocks += stored_blocks
+        source.removed_blocks += removed_blocks
+        source.orphans += orphan_blocks
+        source.last_seq = source.last_seq if seq is None else seq
+        self._registry.hear(source)
+        waiting = self._index.orphan_blocks(source.index_id) if orphan_blocks else 0
+        result = BatchResult(
+            accepted=accepted,
+            ignored=ignored,
+            stored_blocks=stored_blocks,
+            removed_blocks=removed_blocks,
+            orphans=min(orphan_blocks, waiting),
+            rejected=rejected,
         )
         if self._live.is_heard:
             self._tell(source, seq, result)

@@ -184,7 +184,10 @@ class Settings(BaseSettings):
         description="Count the copies that an engine stores of one block: it is gone with the last one.",
     )
     sweep_interval_s: float = Field(
-        0.02, ge=0.01, le=60, description="Seconds between two slices of expiry, sweeping and deadlines."
+        0.02,
+        ge=0.01,
+        le=60,
+        description="Seconds between two slices of expiry, sweeping and deadlines; 0.1 at least while nothing is swept.",
     )
     sweep_visits_max: int = Field(
         4_096, ge=1, description="Index entries that one slice of sweeping looks at: 0.2 to 0.4 ms."

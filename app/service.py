@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from app._native import PlainBatch
 from app.batches import Batches, BatchResult
 from app.config import Settings
 from app.dumps import Dumps
@@ -215,6 +216,20 @@ class IndexerService:
             incomplete=incomplete,
             owner=owner,
         )
+
+    def post_plain(
+        self,
+        pod: str,
+        plain: PlainBatch,
+        *,
+        model: str | None,
+        dp_rank: int,
+        seq: int | None,
+        lora: str | None,
+    ) -> BatchResult | None:
+        """`post` of a batch that was read natively and is the usual next one of a known source: in one call of the
+        index. None: it is not, nothing has changed, and `post` says what it is."""
+        return self._batches.post_plain(pod, plain, model=model, dp_rank=dp_rank, seq=seq, lora=lora)
 
     def check(
         self,
@@ -442,6 +457,11 @@ class IndexerService:
         if not self.hints.is_empty:
             self.hints.sweep(self._now())
         self._registry.reset_silent(SILENCES_PER_TICK_MAX)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """The next `tick` has nothing to sweep."""
+        return self._clock() < self._sweep_from_s and self.hints.is_empty
 
     def stats(self) -> dict[str, Any]:
         """Plain values: `sources` by state, `events` by type and `totals` of the pods registered now;

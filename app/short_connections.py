@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from app import _native
 from app.connections import BoundedProtocol, ConnectionLimits, Doing
 
 ANSWERS_MAX = 16
@@ -38,9 +36,7 @@ class ShortCut(Protocol[Request]):
     def patience_s(self, request: Request) -> float:
         """How long its answer may wait for others to go out with."""
 
-    def find(
-        self, path: str, query_string: bytes, headers: Sequence[tuple[bytes, bytes]]
-    ) -> Request | None: ...
+    def read(self, data: bytes) -> tuple[Request, int, int] | None: ...
 
     def take(
         self, request: Request, body: memoryview, *, opening: bytes, client: tuple[str, int] | None
@@ -149,15 +145,15 @@ class ShortConnection(BoundedProtocol):
 
     def _find(self, data: bytes) -> Any:
         """The request that these bytes begin and nothing follows, where it is one for the short cut."""
-        head = _native.request_head(data)
-        if head is None:
+        read = self._short_cut.read(data)
+        if read is None:
             return None
-        path, query_string, headers, self._body_from, body_bytes = head
+        request, self._body_from, body_bytes = read
         self._whole_bytes = self._body_from + body_bytes
         behind = len(data) - self._whole_bytes
         if behind > 0 or body_bytes > (self._body_max if behind == 0 else self._held_max):
             return None
-        return self._short_cut.find(path, query_string, headers)
+        return request
 
     def _holds(self, request: Any, data: bytes) -> bool:
         """Whether there is room for what came of a request."""

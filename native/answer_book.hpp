@@ -20,6 +20,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -89,19 +90,21 @@ class AnswerBook {
     return true;
   }
 
-  // `head`, the rows that were added since `begin`, best first and separated by commas, and `tail`, to the
-  // place that `room(bytes)` gives; `room` is told of more than is needed. Returns the bytes written. `unit`
-  // is in tokens.
-  template <typename Room>
-  size_t render(std::string_view head, std::string_view tail, uint64_t unit, uint64_t tokens, double now_s,
-                Room room, Deepest& deepest) {
+  // Empty, and used again for every match.
+  std::vector<Row>& found() {
+    found_.clear();
+    return found_;
+  }
+
+  // `head`, the rows that were added since `begin`, best first and separated by commas, and `tail`. The text
+  // stands until the next one. `unit` is in tokens.
+  std::string_view render(std::string_view head, std::string_view tail, uint64_t unit, uint64_t tokens,
+                          double now_s, Deepest& deepest) {
     deepest = {};
     if (contexts_ > 1) merge();
     if (!deal(unit)) sort(unit);
-    size_t most = head.size() + tail.size() + kRowBytesMax;
-    for (const Reach& row : rows_)
-      most += std::max<size_t>(lines_[row.place].said->opening.size(), Line::kInside) + kRowBytesMax;
-    char* const start = room(most);
+    char* const start =
+        room(head.size() + tail.size() + (rows_.size() + 1) * (opening_bytes_max_ + kRowBytesMax));
     char* to = put_text(start, head);
     const Reach* before = nullptr;
     std::string_view same;  // of the row before: everything between its opening and its age
@@ -130,10 +133,19 @@ class AnswerBook {
       const Reach& best = rows_[ranked_[0]];
       deepest = {best.tokens[kTiers - 1] / unit, best.tokens[kTiers - 1]};
     }
-    return static_cast<size_t>(to - start);
+    return {start, static_cast<size_t>(to - start)};
   }
 
  private:
+  // Always the same memory: an answer is copied from it once, where it is as long as it must be.
+  char* room(size_t bytes) {
+    if (bytes > text_bytes_) {
+      text_bytes_ = std::bit_ceil(bytes);
+      text_ = std::make_unique_for_overwrite<char[]>(text_bytes_);
+    }
+    return text_.get();
+  }
+
   // Text of a row beside its opening: names 230 bytes, eight integers of 20, two reals of 24, a state.
   static constexpr size_t kRowBytesMax = 512;
   static constexpr size_t kGroupsMax = 16;
@@ -170,6 +182,7 @@ class AnswerBook {
               {},
               &said};
     std::memcpy(line.opening.data(), said.opening.data(), std::min(said.opening.size(), Line::kInside));
+    opening_bytes_max_ = std::max(opening_bytes_max_, said.opening.size());
     return line;
   }
 
@@ -195,6 +208,7 @@ class AnswerBook {
              std::tie(other.first->name, other.first->dp_rank);
     });
     lines_.clear();
+    opening_bytes_max_ = Line::kInside;
     places_.assign(std::bit_ceil(2 * all.size() + 1), {0, kNowhere});
     for (const auto& [said, source] : all) {
       said->place = static_cast<uint32_t>(lines_.size());
@@ -353,9 +367,13 @@ class AnswerBook {
   bool in_order_ = false;  // what follows is of `sources_` as they are
   std::vector<std::string> states_;
   std::vector<Line> lines_;                            // by place
+  size_t opening_bytes_max_ = 0;                       // of a line: what is written for one at the most
   std::vector<std::pair<uint32_t, uint32_t>> places_;  // of sources, by the source's number
   std::vector<uint64_t> marked_;                       // a bit a place; all 0 between two answers
   std::vector<uint32_t> row_at_;                       // by place, where it is marked
+  std::vector<Row> found_;
+  std::unique_ptr<char[]> text_;
+  size_t text_bytes_ = 0;
   std::vector<Reach> rows_;
   std::vector<uint32_t> ranked_;  // rows, best first
   std::array<Group, kGroupsMax> groups_;

@@ -21,9 +21,11 @@
 #include "event_payload.hpp"
 #include "flight_book.hpp"
 #include "fuzzy_index.hpp"
+#include "head_book.hpp"
 #include "id_table.hpp"
 #include "json_cut.hpp"
 #include "linear_scan.hpp"
+#include "plain_batch.hpp"
 #include "prefix_index.hpp"
 #include "request_head.hpp"
 #include "wire.hpp"
@@ -347,21 +349,14 @@ void bind_flight(nb::module_& m) {
 
 std::string_view text_of(const nb::bytes& buffer) { return {buffer.c_str(), buffer.size()}; }
 
+nb::object bytes_of_text(std::string_view text) { return nb::bytes(text.data(), text.size()); }
+
 // Opens an answer with `head`, closes it with `tail`, and says how deep the best row is (blocks, tokens).
 nb::tuple finish_answer(AnswerBook& book, const nb::bytes& head, const nb::bytes& tail, uint32_t unit,
                         uint64_t tokens, double now_s) {
   AnswerBook::Deepest deepest;
-  PyObject* made = nullptr;
-  const size_t bytes = book.render(
-      text_of(head), text_of(tail), unit, tokens, now_s,
-      [&](size_t most) {
-        made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(most));
-        if (made == nullptr) throw nb::python_error();
-        return PyBytes_AS_STRING(made);
-      },
-      deepest);
-  if (_PyBytes_Resize(&made, static_cast<Py_ssize_t>(bytes)) != 0) throw nb::python_error();
-  return nb::make_tuple(nb::steal<nb::bytes>(made), deepest.blocks, deepest.tokens);
+  const std::string_view text = book.render(text_of(head), text_of(tail), unit, tokens, now_s, deepest);
+  return nb::make_tuple(bytes_of_text(text), deepest.blocks, deepest.tokens);
 }
 
 void add_row(AnswerBook& book, const Row& row, uint32_t block_size, const std::optional<nb::set>& ids) {
@@ -391,7 +386,7 @@ nb::tuple answer_match(AnswerBook& self, PrefixIndex& index, uint32_t context, c
                        bool are_hashes, const std::optional<nb::tuple>& extra, Tick now,
                        const nb::bytes& head, const nb::bytes& tail, uint32_t unit, uint64_t tokens,
                        double now_s, const std::optional<nb::set>& ids) {
-  std::vector<Row> rows;
+  std::vector<Row>& rows = self.found();
   if (are_hashes) {
     index.match_hashes(context, HashList(data_of(asked)), asked.size() / 8, now, rows);
   } else {
@@ -838,8 +833,6 @@ nb::object msgpack_events(nb::handle data, size_t children_max) {
   return nb::make_tuple(time_value(batch.ts), rank_value(rank), events);
 }
 
-nb::object bytes_of_text(std::string_view text) { return nb::bytes(text.data(), text.size()); }
-
 // (path, query string, headers that are asked for, bytes of the head, bytes of the body); None for what
 // request_head.hpp refuses.
 nb::object request_head(const nb::bytes& data) {
@@ -853,6 +846,84 @@ nb::object request_head(const nb::bytes& data) {
   }
   return nb::make_tuple(nb::str(head.path.data(), head.path.size()), bytes_of_text(head.query), headers,
                         head.bytes, head.body_bytes);
+}
+
+// (number, bytes of the head, bytes of the body), None for what request_head.hpp refuses; a head without a
+// number was not put into the book.
+template <bool kPut>
+nb::object head_number(HeadBook& self, const nb::bytes& data) {
+  wire::RequestHead head;
+  if (!wire::read_request_head({data_of(data), data.size()}, head)) return nb::none();
+  const std::optional<uint32_t> number = kPut ? self.put(head) : self.find(head);
+  return nb::make_tuple(number, head.bytes, head.body_bytes);
+}
+
+void bind_head_book(nb::module_& m) {
+  nb::class_<HeadBook>(m, "HeadBook")
+      .def(nb::init<>())
+      .def("find", &head_number<false>)
+      .def("put", &head_number<true>);
+}
+
+// -- batches that no Python object is made of
+
+// The events as app/events.py has them, for the tests and their oracle.
+nb::list events_of(const PlainBatch& batch) {
+  nb::list events;
+  for (const PlainBatch::Event& event : batch.events()) {
+    const nb::bytes hashes(event.hashes.data(), event.hashes.size_bytes());
+    if (event.kind == wire::EventKind::kRemoved) {
+      events.append(nb::make_tuple(event.tier, event.group, hashes));
+    } else {
+      events.append(nb::make_tuple(event.tier, event.group, hashes, event.parent,
+                                   nb::bytes(event.tokens, event.token_count * 4)));
+    }
+  }
+  return events;
+}
+
+nb::object apply_plain(const PlainBatch& self, PrefixIndex& index, uint32_t source, uint32_t context,
+                       Tick now, bool count_copies) {
+  const auto apply = [&] { return self.apply(index, source, context, now, count_copies); };
+  const PlainBatch::Applied applied = self.blocks() < kBlocksWithoutInterpreter ? apply() : [&] {
+    const nb::gil_scoped_release others_may_run;
+    return apply();
+  }();
+  return nb::make_tuple(applied.stored, applied.removed, applied.orphans, applied.unknown);
+}
+
+nb::object optional_text(const std::optional<std::string_view>& text) {
+  return text ? nb::object(nb::str(text->data(), text->size())) : nb::object(nb::none());
+}
+
+void bind_plain_batch(nb::module_& m) {
+  nb::class_<PlainBatch> batch(m, "PlainBatch");
+  batch.attr("BYTES_MAX") = PlainBatch::kBytesMax;
+  batch
+      .def(nb::init<std::vector<std::pair<std::string, uint32_t>>, std::vector<std::string>>(), "tiers"_a,
+           "kinds"_a)
+      .def("read_msgpack",
+           [](PlainBatch& self, nb::handle payload, size_t events_max) -> nb::object {
+             if (!self.read_msgpack(BufferView(payload).span(), events_max)) return nb::none();
+             return nb::make_tuple(self.ts(), self.rank());
+           })
+      .def("read_json",
+           [](PlainBatch& self, nb::handle body, size_t events_max) -> nb::object {
+             const BufferView view(body);
+             wire::JsonEnvelope said;
+             if (!self.read_json(view.span(), events_max, said)) return nb::none();
+             return nb::make_tuple(nb::str(said.pod.data(), said.pod.size()), optional_text(said.model),
+                                   optional_text(said.lora), said.dp_rank, said.seq, said.ts);
+           })
+      .def("kind",
+           [](const PlainBatch& self) {
+             return nb::make_tuple(
+                 self.events().size(), self.stores(), self.tier(), self.block_size(),
+                 self.lora().empty() ? nb::object(nb::none()) : nb::str(self.lora().c_str()),
+                 self.speaks_of_others_than(0));
+           })
+      .def("events", &events_of)
+      .def("apply", &apply_plain);
 }
 
 // The parsers of JSON numbers one by one, for the tests to compare.
@@ -908,4 +979,6 @@ NB_MODULE(_native, m) {
   bind_index(m);
   bind_answers(m);
   bind_wire(m);
+  bind_plain_batch(m);
+  bind_head_book(m);
 }

@@ -21,6 +21,11 @@
 
 #include "wire_cursor.hpp"
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#define KVINDEXER_TOKEN_STRIDES_SSSE3 1
+#include <immintrin.h>
+#endif
+
 namespace kvindexer::wire {
 
 // How a value of each first byte is read: its size in bytes, 0 when it is not for this reader, and how far
@@ -43,6 +48,50 @@ inline constexpr std::array<Stride, 256> kStrides = [] {
 inline constexpr size_t kReadAhead = 8;  // bytes that a reader looks at
 inline constexpr size_t kStrideMax = 5;
 inline constexpr size_t kFallInSteps = 16;
+
+#ifdef KVINDEXER_TOKEN_STRIDES_SSSE3
+inline constexpr size_t kTripleBytes = 16;  // that are looked at for three values
+inline constexpr size_t kWriteAhead = 4;    // and written beyond them
+
+// The size of a value by its first byte, and which of the four sizes that is.
+struct Sized {
+  uint8_t size;
+  uint8_t code;
+};
+
+inline constexpr uint8_t kNoToken = 0x80;  // the code of what is not for these readers
+inline constexpr std::array<uint8_t, 4> kSizes{1, 2, 3, 5};
+
+inline constexpr std::array<Sized, 256> kSized = [] {
+  std::array<Sized, 256> all{};
+  for (size_t byte = 0; byte < all.size(); ++byte) {
+    all[byte] = {1, kNoToken};
+    for (uint8_t code = 0; code < kSizes.size(); ++code)
+      if (kStrides[byte].size == kSizes[code]) all[byte] = {kSizes[code], code};
+  }
+  return all;
+}();
+
+// By the codes of three values: where the bytes of each come from, the lowest first. A high bit gives a zero.
+inline constexpr auto kTriples = [] {
+  struct alignas(16) Places : std::array<uint8_t, 16> {};
+  std::array<Places, 64> all{};
+  for (size_t codes = 0; codes < all.size(); ++codes) {
+    all[codes].fill(0x80);
+    size_t from = 0;
+    for (size_t value = 0; value < 3; ++value) {
+      const size_t size = kSizes[codes >> (2 * value) & 3];
+      // The first byte is the value itself only where it stands alone.
+      for (size_t i = 0; i < std::max<size_t>(size - 1, 1); ++i)
+        all[codes][value * 4 + i] = static_cast<uint8_t>(from + size - 1 - i);
+      from += size;
+    }
+  }
+  return all;
+}();
+#else
+inline constexpr size_t kWriteAhead = 0;
+#endif
 
 // One of the readers.
 struct Strider {
@@ -83,32 +132,17 @@ struct Strider {
   }
 };
 
-inline constexpr size_t kSlice = 4'096;
-inline constexpr size_t kProbed = 128;  // values that say how long one is about
-inline constexpr size_t kSliceMin = 768;
+using Others = std::array<Strider, 3>;
+using Began = std::array<const uint8_t*, 3>;  // where each of them begins to count
 
-// `count` values, kSliceMin to kSlice, at the cursor. False: refused, and the cursor is where it was.
-inline bool stride_slice(Cursor& cursor, size_t count, uint8_t* out) {
-  constexpr size_t kRoom = kSlice / 2 * sizeof(uint32_t);  // of one reader
-  std::array<uint8_t, 3 * kRoom> scratch;
-  const uint8_t* const last = cursor.end - kReadAhead;
-  Strider first{cursor.at, out};
-  if (!first.walk(kProbed)) return false;
-  const size_t quarter = static_cast<size_t>(first.at - cursor.at) * (count - kProbed) / kProbed / 4;
-  // The last reader must not be the first to arrive, so the others get a little less.
-  const size_t distance = quarter - quarter / 24;
-  if (static_cast<size_t>(last - first.at) < 3 * distance + kFallInSteps * kStrideMax) return false;
-  std::array<Strider, 3> others;
-  std::array<const uint8_t*, 3> began;
-  for (size_t i = 0; i < 3; ++i) {
-    others[i] = {first.at + (i + 1) * distance, scratch.data() + i * kRoom};
-    others[i].fall_in();
-    began[i] = others[i].at;
-  }
+// All four step side by side, at most `steps_max` times, while none of them can come to where the next one
+// began. False when a value is not for its reader; that of the last one may be past the array, so it says so
+// in `last_fine` and that is all.
+inline bool walk_together_plainly(Strider& first, Others& others, const Began& began, const uint8_t* last,
+                                  size_t steps_max, bool& last_fine) {
   constexpr size_t kTogether = 8;
   constexpr size_t kReach = kTogether * kStrideMax;
-  bool last_fine = true;
-  for (size_t steps = 0; steps + kTogether <= count / 2; steps += kTogether) {
+  for (size_t steps = 0; steps + kTogether <= steps_max; steps += kTogether) {
     if (first.at + kReach > began[0] || others[0].at + kReach > began[1] ||
         others[1].at + kReach > began[2] || others[2].at + kReach > last) {
       break;
@@ -118,10 +152,85 @@ inline bool stride_slice(Cursor& cursor, size_t count, uint8_t* out) {
       fine &= first.step() != 0;
       fine &= others[0].step() != 0;
       fine &= others[1].step() != 0;
-      last_fine &= others[2].step() != 0;  // else it is past the array, or a value is not for it
+      last_fine &= others[2].step() != 0;
     }
     if (!fine) return false;
   }
+  return true;
+}
+
+#ifdef KVINDEXER_TOKEN_STRIDES_SSSE3
+// Reads three values: their sizes are looked up one after the other, and all their bytes are put in place by
+// one shuffle. kNoToken in what it returns: one of them is not for this reader.
+[[gnu::target("ssse3")]] inline uint32_t step_triple(Strider& reader) {
+  const uint8_t* const at = reader.at;
+  const Sized one = kSized[at[0]];
+  const Sized two = kSized[at[one.size]];
+  const size_t behind = size_t{one.size} + two.size;
+  const Sized three = kSized[at[behind]];
+  const size_t places = (one.code | two.code << 2 | three.code << 4) % kTriples.size();
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+  const __m128i shuffle = _mm_load_si128(reinterpret_cast<const __m128i*>(kTriples[places].data()));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(reader.out), _mm_shuffle_epi8(bytes, shuffle));
+  reader.out += 3 * sizeof(uint32_t);
+  reader.at = at + behind + three.size;
+  return one.code | two.code | three.code;
+}
+
+// As walk_together_plainly, three values a step.
+[[gnu::target("ssse3")]] inline bool walk_together_ssse3(Strider& first, Others& others, const Began& began,
+                                                         const uint8_t* last, size_t steps_max,
+                                                         bool& last_fine) {
+  constexpr size_t kTogether = 9;
+  constexpr size_t kReach = kTogether * kStrideMax + kTripleBytes;
+  uint32_t codes = 0, last_codes = 0;
+  for (size_t steps = 0; steps + kTogether <= steps_max; steps += kTogether) {
+    if (first.at + kReach > began[0] || others[0].at + kReach > began[1] ||
+        others[1].at + kReach > began[2] || others[2].at + kReach > last) {
+      break;
+    }
+    for (size_t i = 0; i < kTogether; i += 3) {
+      codes |= step_triple(first);
+      codes |= step_triple(others[0]);
+      codes |= step_triple(others[1]);
+      last_codes |= step_triple(others[2]);
+    }
+    if ((codes & kNoToken) != 0) return false;
+  }
+  last_fine = (last_codes & kNoToken) == 0;
+  return true;
+}
+#endif
+
+inline constexpr size_t kSlice = 4'096;
+inline constexpr size_t kProbed = 128;  // values that say how long one is about
+inline constexpr size_t kSliceMin = 768;
+
+// `count` values, kSliceMin to kSlice, at the cursor. False: refused, and the cursor is where it was.
+inline bool stride_slice(Cursor& cursor, size_t count, uint8_t* out) {
+  constexpr size_t kRoom = kSlice / 2 * sizeof(uint32_t) + kWriteAhead;  // of one reader
+  std::array<uint8_t, 3 * kRoom> scratch;
+  const uint8_t* const last = cursor.end - kReadAhead;
+  Strider first{cursor.at, out};
+  if (!first.walk(kProbed)) return false;
+  const size_t quarter = static_cast<size_t>(first.at - cursor.at) * (count - kProbed) / kProbed / 4;
+  // The last reader must not be the first to arrive, so the others get a little less.
+  const size_t distance = quarter - quarter / 24;
+  if (static_cast<size_t>(last - first.at) < 3 * distance + kFallInSteps * kStrideMax) return false;
+  Others others;
+  Began began;
+  for (size_t i = 0; i < 3; ++i) {
+    others[i] = {first.at + (i + 1) * distance, scratch.data() + i * kRoom};
+    others[i].fall_in();
+    began[i] = others[i].at;
+  }
+  bool last_fine = true;
+#ifdef KVINDEXER_TOKEN_STRIDES_SSSE3
+  const auto walk_together = __builtin_cpu_supports("ssse3") ? walk_together_ssse3 : walk_together_plainly;
+#else
+  const auto walk_together = walk_together_plainly;
+#endif
+  if (!walk_together(first, others, began, last, count / 2, last_fine)) return false;
   const uint8_t* const out_end = out + count * sizeof(uint32_t);
   if (!first.walk_to(began[0], out_end) || first.at != began[0]) return false;
   for (size_t i = 0; i < 2; ++i) {

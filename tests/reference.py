@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 import xxhash
 
-from app._native import AnswerBook
+from app._native import AnswerBook, PlainBatch
 from app.errors import InvalidInput
 from app.index.prefix_index import (
     ContextInfo,
@@ -346,6 +346,34 @@ class ReferenceIndex:
 
     def match_hashes_packed(self, context: int, prefix_hashes: bytes, now: int) -> bytes:
         return _packed(self.match_hashes(context, prefix_hashes, now))
+
+    def apply_plain(
+        self, batch: PlainBatch, source: int, context: int, *, now: int, count_copies: bool
+    ) -> tuple[int, int, int, int]:
+        stored = removed = orphans = unknown = 0
+        for event in batch.events():
+            tier, group, hashes = event[:3]
+            if len(event) == 3:
+                gone = self.remove(source, tier=tier, group=group, engine_hashes=hashes, now=now)
+                removed += gone.removed_blocks
+                unknown += gone.unknown_blocks
+                continue
+            came = self.store(
+                source,
+                context,
+                tier=tier,
+                group=group,
+                engine_hashes=hashes,
+                parent=event[3],
+                token_ids=event[4],
+                extra_keys=None,
+                now=now,
+                count_copies=count_copies,
+            )
+            stored += came.stored_blocks
+            orphans += came.orphan_blocks
+            unknown += came.unknown_blocks
+        return stored, removed, orphans, unknown
 
     def answer(
         self,

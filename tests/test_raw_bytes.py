@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from app import _native, hashing
 from app.errors import InvalidInput, UnreadableBatch
 from app.index.prefix_index import IndexLimits, PrefixIndex
-from app.ingest.vllm import decode_batch, decode_event_post, decode_json_events
+from app.ingest.vllm import decode_batch, decode_event_post, decode_json_events, plain_batch
 
 EXAMPLES = int(os.environ.get("RAW_BYTES_EXAMPLES", "100"))
 TOKENS = [[7, 200, 40_000, 150_000, 2**32 - 1][n % 5] for n in range(900)]
@@ -37,13 +37,19 @@ EVENT = {
     "extra_keys": [None, ["salt"]],
 }
 POST = {"pod": "p", "events": [{**EVENT, "parent_block_hash": None, "block_hashes": ["ab" * 8, 3]}]}
+PLAIN_EVENTS = [
+    {"type": "BlockStored", "block_hashes": list(range(100)), "token_ids": TOKENS, "block_size": 9},
+    {"type": "BlockRemoved", "block_hashes": [1, 2**64 - 1], "medium": "GPU"},
+]
 MSGPACK = [
+    msgspec.msgpack.encode([1.5, PLAIN_EVENTS, 0]),
     msgspec.msgpack.encode([1.5, [EVENT, ["BlockRemoved", [1, 2], "GPU"], ["AllBlocksCleared"]], 0]),
     msgspec.msgpack.encode({"events": [EVENT], "ts": 1}),
     msgspec.msgpack.encode(TOKENS),
     msgspec.msgpack.encode([-1, 2**63, b"x" * 32]),
 ]
 JSON = [
+    msgspec.json.encode({"pod": "p", "model": "m", "seq": 7, "ts": 1.5, "events": PLAIN_EVENTS}),
     msgspec.json.encode(POST),
     msgspec.json.encode({"model": "m", "token_ids": TOKENS[:200], "prefix_hashes": [2**64 - 1]}),
     msgspec.json.encode(TOKENS),
@@ -53,6 +59,7 @@ JSON = [
 HEADS = [
     b"POST /v1/match?model=m HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: 12\r\n\r\n"
 ]
+PLAIN = plain_batch()
 READERS: dict[str, Callable[[bytes], Any]] = {
     "msgpack_token_ids": _native.msgpack_token_ids,
     "msgpack_hashes": _native.msgpack_hashes,
@@ -61,7 +68,10 @@ READERS: dict[str, Callable[[bytes], Any]] = {
     "msgpack_children": lambda data: _native.msgpack_children(data, 1_000),
     "msgpack_grandchildren": lambda data: _native.msgpack_grandchildren(data, 1_000),
     "msgpack_events": lambda data: _native.msgpack_events(data, 1_000),
+    "plain payload": lambda data: PLAIN.read_msgpack(data, 100) and PLAIN.events(),
+    "plain body": lambda data: PLAIN.read_json(data, 100) and PLAIN.events(),
     "request_head": _native.request_head,
+    "HeadBook": lambda data: _native.HeadBook().put(data),
     "decode_batch": decode_batch,
     "json_token_ids": _native.json_token_ids,
     "json_hashes": _native.json_hashes,

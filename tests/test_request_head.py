@@ -141,3 +141,53 @@ def test_a_head_that_is_not_whole_is_left_alone() -> None:
     whole = b"POST /v1/match HTTP/1.1\r\nContent-Length: 3\r\nHost: x\r\n\r\n"
     assert check(whole)
     assert not any(check(whole[:length]) for length in range(len(whole)))
+
+
+# -- heads that came before
+
+
+def of_head(data: bytes) -> Any:
+    """What two heads have in common that mean the same; None for those of one request only."""
+    read = _native.request_head(data)
+    if read is None or b"seq=" in read[1]:
+        return None
+    if {name for name, _ in read[2]} & {b"authorization", b"x-request-id", b"traceparent"}:
+        return None
+    return read[0], read[1], tuple(read[2])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(HEADS, damaged()), max_size=12))
+def test_heads_have_one_number_where_they_mean_the_same(heads: list[bytes]) -> None:
+    book = _native.HeadBook()
+    numbers: dict[Any, int] = {}
+    for data in heads:
+        read, meaning = _native.request_head(data), of_head(data)
+        for seen in (book.find(data), book.put(data), book.find(data)):
+            if read is None:
+                assert seen is None
+                continue
+            assert seen is not None
+            assert seen[1:] == read[3:]
+            if seen[0] is None:
+                assert meaning not in numbers
+            else:
+                assert meaning is not None
+                assert numbers.setdefault(meaning, seen[0]) == seen[0]
+        assert meaning is None or meaning in numbers
+    assert sorted(numbers.values()) == list(range(len(numbers)))
+
+
+def test_heads_past_the_bound_are_forgotten() -> None:
+    book = _native.HeadBook()
+
+    def head(number: int) -> bytes:
+        return b"POST /v1/match?model=%d HTTP/1.1\r\nContent-Length: 3\r\n\r\n" % number
+
+    for number in range(1_024):
+        assert book.put(head(number))[0] == number  # type: ignore[index]
+    assert book.put(head(7))[0] == 7  # type: ignore[index]
+    assert book.put(head(5_000))[0] == 0  # type: ignore[index]
+    assert book.find(head(7))[0] is None  # type: ignore[index]
+    long = b"POST /v1/match?model=" + b"m" * 1_024 + b" HTTP/1.1\r\nContent-Length: 3\r\n\r\n"
+    assert book.put(long)[0] is None  # type: ignore[index]

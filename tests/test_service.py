@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import struct
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from app.config import Settings
@@ -14,6 +16,7 @@ from app.errors import BatchRejected, InvalidInput, LimitExceeded, UnknownPod
 from app.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, RejectedEvent, Tier
 from app.index.interface import Index
 from app.index.prefix_index import IndexLimits, PrefixIndex
+from app.ingest.vllm import decode_batch, plain_batch
 from app.pods import PodSpec, SourceState
 from app.service import BatchResult, IndexerService, MatchQuery, MatchResult, MatchRow, index_limits
 from tests.reference import ReferenceIndex
@@ -461,6 +464,14 @@ def test_down_source_is_listed_with_its_state_until_it_is_reset(bench: Bench) ->
     assert bench.service.pod("a").sources[0].last_seq is None
 
 
+def test_a_timer_may_rest_when_a_sweep_is_done(bench: Bench) -> None:
+    bench.post(stored(0, 2))
+    while not bench.service.is_at_rest:
+        bench.service.tick()
+    bench.clock.seconds += bench.settings.sweep_pause_s
+    assert not bench.service.is_at_rest
+
+
 def test_silent_source_holds_nothing_past_its_deadline(bench: Bench) -> None:
     bench.post(stored(0, 2), pod="a", seq=9)
     bench.clock.seconds += 30
@@ -733,3 +744,133 @@ def test_stats_add_up(bench: Bench) -> None:
     assert stats["queries"] == {"matches": 2, "matches_hit": 1, "tokens_asked": 24, "tokens_matched": 8}
     assert [(context["model"], context["block_size"]) for context in stats["contexts"]] == [("m", SIZE)]
     assert stats["index"]["orphan_blocks"] == 1
+
+
+# -- batches that were read natively
+
+
+def posted_natively(bench: Bench, *events: dict[str, Any], **more: Any) -> BatchResult | None:
+    """None: it takes `post`."""
+    plain = plain_batch()
+    assert plain.read_msgpack(msgspec.msgpack.encode([None, list(events)]), 100) is not None
+    return bench.service.post_plain(
+        "a", plain, **{"model": "m", "dp_rank": 0, "seq": None, "lora": None, **more}
+    )
+
+
+def told(first: int, count: int = 1, *, size: int = SIZE, **more: Any) -> dict[str, Any]:
+    """`stored` as an engine says it."""
+    event = stored(first, count, size=size)
+    return {
+        "type": "BlockStored",
+        "block_hashes": list(memoryview(event.block_hashes).cast("Q")),
+        "parent_block_hash": event.parent_block_hash,
+        "token_ids": list(memoryview(event.token_ids).cast("I")),
+        "block_size": size,
+        **more,
+    }
+
+
+def told_removed(*names: int, **more: Any) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": list(names), **more}
+
+
+# Events, and how their batch is posted; what comes before is one batch with block 0.
+SEQUELS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "stored": ([told(1, 3)], {}),
+    "the same again": ([told(0)], {}),
+    "stored and removed": ([told(1, 3), told_removed(102, 103), told(2, 2)], {}),
+    "removed that nobody has": ([told_removed(100, 100, 7)], {}),
+    "waits for its parent": ([told(3, 2), told(2), told(1)], {}),
+    "too many wait": ([told(2, 4), told(7, 4), told(20, 12)], {}),
+    "removed on another tier": ([told_removed(100, medium="CPU")], {}),
+    "the next number": ([told(1)], {"seq": 6}),
+    "without its model": ([told(1)], {"model": None}),
+}
+REFUSED: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "a number twice": ([told(1)], {"seq": 5}),
+    "a gap": ([told(1)], {"seq": 7}),
+    "number 0": ([told(1)], {"seq": 0}),
+    "another model": ([told(1)], {"model": "n"}),
+    "a rank that never spoke": ([told(1)], {"dp_rank": 1}),
+    "another block size": ([told(0, size=8)], {}),
+    "a tier that nobody spoke of": ([told(1, medium="CPU")], {}),
+    "an adapter that nobody spoke of": ([told(1)], {"lora": "l"}),
+    "the same in the event": ([told(1, lora_name="l")], {}),
+}
+
+
+def after_one(make: MakeBench) -> Bench:
+    bench = make(orphan_blocks_max=8)
+    bench.post(stored(0), seq=5)
+    return bench
+
+
+@pytest.mark.parametrize("name", SEQUELS)
+def test_a_batch_that_was_read_natively_does_what_its_events_do(make: MakeBench, name: str) -> None:
+    events, more = SEQUELS[name]
+    natively, usually = after_one(make), after_one(make)
+    payload = msgspec.msgpack.encode([None, events])
+    decoded = decode_batch(payload, block_size=SIZE)
+    result = usually.service.post(
+        "a", decoded, **{"model": "m", "dp_rank": 0, "seq": None, "lora": None, **more}
+    )
+    assert posted_natively(natively, *events, **more) == result
+    assert natively.service.stats() == usually.service.stats()
+    assert natively.match() == usually.match()
+    sources = [bench.service.pod("a").sources for bench in (natively, usually)]
+    assert sources[0] == sources[1]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_the_usual_next_batch_changes_nothing_natively(make: MakeBench, name: str) -> None:
+    events, more = REFUSED[name]
+    bench, other = after_one(make), after_one(make)
+    assert posted_natively(bench, *events, **more) is None
+    assert bench.service.stats() == other.service.stats()
+
+
+def test_tiers_and_adapters_that_were_spoken_of_are_usual(make: MakeBench) -> None:
+    natively, usually = after_one(make), after_one(make)
+    for bench in (natively, usually):
+        bench.post(stored(0, tier=Tier.CPU, size=8, name=900), stored(0, lora="l"))
+    for more, event in (
+        ({}, told(0, size=8, medium="CPU")),
+        ({}, told(1, lora_name="l")),
+        ({"lora": "l"}, told(1)),
+        ({}, told_removed(100, medium="CPU")),
+    ):
+        decoded = decode_batch(msgspec.msgpack.encode([None, [event]]), block_size=SIZE)
+        usual: dict[str, Any] = {"model": "m", "dp_rank": 0, "seq": None, "lora": None, **more}
+        assert posted_natively(natively, event, **more) == usually.service.post("a", decoded, **usual)
+        assert natively.service.stats() == usually.service.stats()
+    # An unfinished chunk is ignored, and a larger one tells the tier's size anew: that takes `post`.
+    assert posted_natively(natively, told(0, size=4, medium="CPU")) is None
+    assert posted_natively(natively, told(0, size=16, medium="CPU")) is None
+
+
+def test_a_source_that_was_silent_is_not_fed_natively(make: MakeBench) -> None:
+    bench = after_one(make)
+    bench.clock.seconds += 61
+    bench.service.tick()
+    assert posted_natively(bench, told(1)) is None
+    assert posted_natively(bench, told_removed(100)) is None
+
+
+def test_nothing_is_fed_natively_while_there_are_hints(make: MakeBench) -> None:
+    bench = make()
+    bench.post(stored(0, metadata=b'{"anchor":1}'))
+    assert not bench.service.hints.is_empty
+    assert posted_natively(bench, told(1)) is None
+
+
+def test_the_live_feed_is_told_of_batches_that_were_read_natively(make: MakeBench) -> None:
+    bench = after_one(make)
+    feed = bench.service.live.subscribe()
+    assert posted_natively(bench, told(1), seq=6) is not None
+    feed.end()
+
+    async def heard() -> bytes:
+        return b"".join([chunk async for chunk in feed.chunks(60)])
+
+    assert b'"pod":"a","dp_rank":0,"seq":6,"accepted":1,"stored_blocks":1' in asyncio.run(heard())

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from app import _native
 from app.api.access import MAY_WRITE, Access, Admission
 from app.api.observation import RequestObservation
 from app.api.short_way import WAYS, ShortWay, Way, read_notation
@@ -55,6 +56,32 @@ class ShortCut:
         self._access = access
         self._observation = observation
         self._clock = clock
+        self._heads = _native.HeadBook()
+        self._known: list[HotRequest] = []  # by their numbers in it
+
+    def read(self, data: bytes) -> tuple[HotRequest, int, int] | None:
+        """The request that `data` begins with, as `find` says, and the bytes of its head and of its body."""
+        seen = self._heads.find(data)
+        if seen is None:
+            return None
+        number, head_bytes, body_bytes = seen
+        if number is not None:
+            return self._known[number], head_bytes, body_bytes
+        head = _native.request_head(data)
+        assert head is not None, "the book reads heads as they are read here"
+        request = self.find(*head[:3])
+        if request is None:
+            return None
+        if self._access is None:
+            self._remember(request, data)
+        return request, head_bytes, body_bytes
+
+    def _remember(self, request: HotRequest, data: bytes) -> None:
+        """It means the same whenever it comes again: the start is over, and nobody needs a key."""
+        seen = self._heads.put(data)
+        if seen is not None and seen[0] is not None:
+            del self._known[seen[0] :]
+            self._known.append(request)
 
     def find(self, path: str, query_string: bytes, headers: Headers) -> HotRequest | None:
         """A POST that `take` may take. None: for all layers, which may refuse it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Awaitable
 from typing import Annotated, Any
 
@@ -28,6 +29,10 @@ SEQ_MAX = 2**63 - 1  # a larger one is for the long way
 COMMAS_MAX = 262_144  # of an envelope without its arrays, and so of the values that are built for it
 _SEQ_DIGITS_MAX = 18  # and so less than SEQ_MAX
 QUERY_BYTES_MAX = 2_048
+_PLAINLY_TOLD = (
+    b'{"accepted":%d,"stored_blocks":%d,"removed_blocks":%d,"orphans":%d,'
+    b'"ignored":0,"rejected":[],"duplicate":false}'
+)
 
 _Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 
@@ -61,6 +66,12 @@ def answer(
 
 def _from_json(wiring: Wiring, body: bytes | memoryview) -> bytes | Awaitable[bytes] | None:
     events_max = wiring.settings.events_max
+    plain = wiring.plain.read_json(body, events_max)
+    if plain is not None:
+        pod, model, lora, dp_rank, seq, ts = plain
+        told = _apply_plain(wiring, pod, model, dp_rank, seq, lora, ts)
+        if told is not None:
+            return told
     cut = _native.json_cut(body, len(body), 2 * events_max)
     if cut is None:
         return None
@@ -104,6 +115,12 @@ def _from_payload(
     if said is None:
         return None
     pod, model, lora, dp_rank, seq, owner = said
+    plain = None if owner else wiring.plain.read_msgpack(body, wiring.settings.events_max)
+    if plain is not None:
+        ts, rank = plain
+        told = _apply_plain(wiring, pod, model, (rank or 0) if dp_rank is None else dp_rank, seq, lora, ts)
+        if told is not None:
+            return told
     try:
         batch = decode_batch(body, block_size=known_block_size(wiring.service, pod, dp_rank or 0))
     except UnreadableBatch:
@@ -117,6 +134,32 @@ def _from_payload(
     )
 
 
+def _apply_plain(
+    wiring: Wiring,
+    pod: str,
+    model: str | None,
+    dp_rank: int,
+    seq: int | None,
+    lora: str | None,
+    ts: float | None,
+) -> bytes | None:
+    """What is answered to the batch that `wiring.plain` has read. None: nothing has changed, it needs the general way."""
+    service = wiring.writer.immediate
+    if service is None:
+        return None
+    result = service.post_plain(pod, wiring.plain, model=model, dp_rank=dp_rank, seq=seq, lora=lora)
+    if result is None:
+        return None
+    if ts is not None:
+        wiring.metrics.observe_lag(time.time() - ts)
+    return _PLAINLY_TOLD % (
+        result.accepted,
+        result.stored_blocks,
+        result.removed_blocks,
+        result.orphans,
+    )
+
+
 def _told(result: dict[str, Any] | Awaitable[dict[str, Any]]) -> bytes | Awaitable[bytes]:
     return msgspec.json.encode(result) if isinstance(result, dict) else _told_later(result)
 
@@ -127,19 +170,19 @@ async def _told_later(result: Awaitable[dict[str, Any]]) -> bytes:
 
 _KNOWN = frozenset({"pod", "model", "lora", "dp_rank", "owner"})
 
-# Pod, model, adapter, rank, owner.
-_Said = tuple[str, str | None, str | None, int | None, str | None]
+# Pod, model, adapter, rank, number, owner.
+_Said = tuple[str, str | None, str | None, int | None, int | None, str | None]
 
 
-def _read_query(
-    query_string: bytes,
-) -> tuple[str, str | None, str | None, int | None, int | None, str | None] | None:
-    """Pod, model, adapter, rank, number, owner; None where it takes more to read them.
+def _read_query(query_string: bytes) -> _Said | None:
+    """None where it takes more to read them.
 
     Nothing but the number changes from one batch of an engine to the next: the rest is remembered.
     """
     if len(query_string) > QUERY_BYTES_MAX:
         return None
+    if b"seq=" not in query_string:
+        return _read_fields(query_string)
     before, mark, rest = query_string.partition(b"&seq=")
     digits, more, behind = rest.partition(b"&")
     if mark and (not digits.isdigit() or len(digits) > _SEQ_DIGITS_MAX):
@@ -148,13 +191,13 @@ def _read_query(
     said = _read_fields(before + more + behind)
     if said is None:
         return None
-    pod, model, lora, dp_rank, owner = said
+    pod, model, lora, dp_rank, _, owner = said
     return pod, model, lora, dp_rank, seq, owner
 
 
 @functools.lru_cache(maxsize=1_024)
 def _read_fields(query_string: bytes) -> _Said | None:
-    """Parameters that need no decoding, each at most once."""
+    """Parameters that need no decoding, each at most once, and no number among them."""
     if b"%" in query_string or b"+" in query_string or not query_string.isascii():
         return None
     fields: dict[str, str] = {}
@@ -169,7 +212,7 @@ def _read_fields(query_string: bytes) -> _Said | None:
         return None
     if not rank.isdigit() or len(rank) > _SEQ_DIGITS_MAX or int(rank) > DP_RANK_MAX:
         return None
-    return pod, model, lora, int(rank) if "dp_rank" in fields else None, owner
+    return pod, model, lora, int(rank) if "dp_rank" in fields else None, None, owner
 
 
 def _plain(*names: str | None) -> bool:

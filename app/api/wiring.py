@@ -8,8 +8,10 @@ from typing import Any, cast
 
 from fastapi import FastAPI, Request
 
+from app._native import PlainBatch
 from app.config import Settings
 from app.connections import ConnectionLimits
+from app.ingest.vllm import plain_batch
 from app.metrics import Metrics
 from app.router import Router
 from app.service import IndexerService
@@ -33,6 +35,7 @@ class Wiring:
     connections: ConnectionLimits
     replication: Callable[[], dict[str, Any]] | None = None
     discovery: Callable[[], list[dict[str, Any]]] = list  # how each place goes
+    plain: PlainBatch = dataclasses.field(default_factory=plain_batch)  # read anew for each posted batch
 
 
 def attach(app: FastAPI, wiring: Wiring) -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Protocol
 
-from app._native import AnswerBook
+from app._native import AnswerBook, PlainBatch
 from app.index.prefix_index import (
     TICK_MS,
     ContextInfo,
@@ -99,6 +99,9 @@ class Index(Protocol):
     def remove(
         self, source: int, *, tier: int, group: int, engine_hashes: bytes, now: int
     ) -> RemoveResult: ...
+    def apply_plain(
+        self, batch: PlainBatch, source: int, context: int, *, now: int, count_copies: bool
+    ) -> tuple[int, int, int, int]: ...
     def clear(self, source: int, *, tier: int | None = None, context: int | None = None) -> None: ...
     def match_tokens(
         self, context: int, token_ids: bytes, extra_keys: tuple[bytes, ...] | None, now: int

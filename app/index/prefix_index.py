@@ -506,6 +506,16 @@ class PrefixIndex:
             raise InvalidInput("prefix hashes must be 8 bytes each", field="prefix_hashes")
         return self._core.match_hashes(context, prefix_hashes, now)
 
+    def apply_plain(
+        self, batch: _native.PlainBatch, source: int, context: int, *, now: int, count_copies: bool
+    ) -> tuple[int, int, int, int]:
+        """`store` and `remove` of its events in their order, the stored ones in `context`, whose block size is theirs.
+
+        Blocks stored, removed, that wait for their parent, and that are not known.
+        """
+        self._require_source(source)
+        return batch.apply(self._core, source, context, now, count_copies)
+
     def answer(
         self,
         book: _native.AnswerBook,

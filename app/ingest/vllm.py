@@ -36,7 +36,7 @@ from app.ingest.wire_frames import (
     parse_replay_request,
 )
 from app.ingest.wire_json import EventPost, decode_event_post, decode_json_events
-from app.ingest.wire_payload import decode_batch
+from app.ingest.wire_payload import decode_batch, plain_batch
 
 __all__ = [
     "END_SEQ",
@@ -60,4 +60,5 @@ __all__ = [
     "parse_live",
     "parse_replay_reply",
     "parse_replay_request",
+    "plain_batch",
 ]

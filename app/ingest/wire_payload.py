@@ -60,6 +60,11 @@ def decode_batch(payload: bytes | memoryview, *, block_size: int | None = None) 
     )
 
 
+def plain_batch() -> _native.PlainBatch:
+    """For one batch after the other; what it reads, `decode_batch` reads as the same events."""
+    return _native.PlainBatch([(name, int(tier)) for name, tier in TIERS.items()], sorted(INDEXABLE_KINDS))
+
+
 def _plain_event(
     item: _native.PlainStored | _native.PlainRemoved, pod_block_size: int | None
 ) -> BlockStored | BlockRemoved | None:

@@ -312,6 +312,54 @@ def test_both_ways_say_and_do_the_same(asked: list[tuple[Any, float]]) -> None:
         pair.close()
 
 
+# A stream as engines send it: of each batch its events, and what is said beside them.
+STREAM: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
+    ([stored([1, 2], PROMPT[:8])], {"seq": 3}),
+    ([stored([3], PROMPT[8:12], parent=2), stored([4], PROMPT[12:16], parent=3)], {"seq": 4}),
+    ([stored([6], PROMPT[20:24], parent=5), removed(4)], {"seq": 5}),
+    ([stored([5], PROMPT[16:20], parent=4)], {"seq": 5}),
+    ([stored([4, 5], PROMPT[12:20], parent=3)], {"seq": 6}),
+    ([removed(4), removed(4), removed(77)], {"seq": 7}),
+    ([stored([1, 2], PROMPT[:8], medium="CPU")], {"seq": 8}),
+    ([stored([1, 2, 3], PROMPT[:12], medium="CPU")], {"seq": 9}),
+    ([{**stored([1], PROMPT[:4]), "lora_name": "l"}], {"seq": 10}),
+    ([{**stored([1, 2], PROMPT[:8]), "lora_name": "l"}], {"seq": 11, "lora": "other"}),
+    ([stored([8], PROMPT[:4])], {"seq": 12, "lora": "l"}),
+    ([stored([9], PROMPT[:4])], {"seq": 14}),
+    ([stored([9], PROMPT[:4]), CLEARED, stored([1, 2], PROMPT[:8])], {"seq": 15}),
+    ([stored([3], PROMPT[8:12], parent=2)], {"seq": 16, "dp_rank": 0}),
+    ([stored([3], PROMPT[8:12], parent=2)], {"dp_rank": 1}),
+    ([stored([3], PROMPT[8:12], parent=2)], {"dp_rank": 1}),
+    ([stored([1, 2], PROMPT[:8])], {"seq": 0}),
+    ([stored([3], PROMPT[8:12], parent=2)], {"seq": 1, "owner": "agent"}),
+    ([stored([4], PROMPT[12:16], parent=3)], {"seq": 2}),
+    ([stored([4], PROMPT[12:17], parent=3)], {"seq": 3}),
+    ([stored([4], PROMPT[12:16], parent=3)] * 7, {"seq": 3}),
+    ([], {"seq": 3}),
+]
+
+
+@pytest.mark.parametrize("notation", ["JSON", "msgpack"])
+def test_streams_of_engines_do_the_same(notation: str) -> None:
+    pair = Pair()
+    pair.fill()
+    for number, (events, said) in enumerate(STREAM):
+        pair.clock.now_s += 0.3
+        if notation == "JSON":
+            body = dumped(pod="pod-c", model="m", ts=pair.clock.now_s, events=events, **said)
+            pair.ask("/v1/events", JSON, body)
+        else:
+            query = "&".join(
+                f"{name}={value}" for name, value in {"pod": "pod-c", "model": "m", **said}.items()
+            )
+            # The rank of the payload counts where the query names none.
+            payload = msgspec.msgpack.encode([pair.clock.now_s, events, number % 2])
+            pair.ask(f"/v1/events?{query}", MSGPACK, payload)
+        pair.ask("/v1/match", JSON, dumped(model="m", token_ids=PROMPT))
+        pair.check_state()
+    pair.close()
+
+
 def test_rows_that_differ_in_many_ways_are_the_same() -> None:
     """More depths than groups are dealt to, names of any length and both sides of their bound, ages of every size."""
     pair = Pair(pods_max=40, tokens_max=400)

@@ -244,12 +244,11 @@ class Batches:
         )
         if stores:
             source.events["BlockStored"] += stores
+            self._report_drops()  # also of blocks for which there was no room to wait, which `orphans` does not count
         if events > stores:
             source.events["BlockRemoved"] += events - stores
         source.offloads |= offloads
         source.unknown_blocks += unknown
-        if orphans:
-            self._report_drops()
         return self._book(source, seq, stored, removed, orphans, accepted=events)
 
     def _is_usual(self, spec: PodSpec, source: Source, model: str | None, seq: int | None) -> bool:

@@ -783,6 +783,7 @@ SEQUELS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "removed that nobody has": ([told_removed(100, 100, 7)], {}),
     "waits for its parent": ([told(3, 2), told(2), told(1)], {}),
     "too many wait": ([told(2, 4), told(7, 4), told(20, 12)], {}),
+    "more wait than ever may": ([told(20, 12)], {}),
     "removed on another tier": ([told_removed(100, medium="CPU")], {}),
     "the next number": ([told(1)], {"seq": 6}),
     "without its model": ([told(1)], {"model": None}),

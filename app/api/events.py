@@ -162,7 +162,8 @@ async def _remove_everywhere(writer: Writer, fields: EventsFields, batch: EventB
 
 def _from_payload(request: Request, service: IndexerService, body: bytes) -> tuple[EventsFields, EventBatch]:
     fields = bodies.validate_query(EventsFields, request)
-    return fields, decode_batch(body, block_size=known_block_size(service, fields.pod, fields.dp_rank))
+    dp_rank = fields.dp_rank if "dp_rank" in fields.model_fields_set else None
+    return fields, decode_payload(service, body, fields.pod, dp_rank)
 
 
 def _from_json(wiring: Wiring, body: bytes) -> tuple[EventsFields, EventBatch]:
@@ -181,6 +182,19 @@ def _from_json(wiring: Wiring, body: bytes) -> tuple[EventsFields, EventBatch]:
     )
     size = known_block_size(wiring.service, fields.pod, fields.dp_rank)
     return fields, decode_json_events(post, block_size=size)
+
+
+def decode_payload(
+    service: IndexerService, body: bytes | memoryview, pod: str | None, dp_rank: int | None
+) -> EventBatch:
+    """By the block size of the rank that the sender named, else of the batch's own, which is known when it is read."""
+    size = known_block_size(service, pod, dp_rank or 0)
+    batch = decode_batch(body, block_size=size)
+    if dp_rank is None and batch.dp_rank:
+        own_size = known_block_size(service, pod, batch.dp_rank)
+        if own_size != size:
+            return decode_batch(body, block_size=own_size)
+    return batch
 
 
 def known_block_size(service: IndexerService, name: str | None, dp_rank: int) -> int | None:

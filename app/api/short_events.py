@@ -17,10 +17,9 @@ from msgspec import Meta
 
 from app import _native
 from app.api import bodies
-from app.api.events import apply_batch, known_block_size
+from app.api.events import apply_batch, decode_payload, known_block_size
 from app.api.wiring import Wiring
 from app.errors import UnreadableBatch
-from app.ingest.vllm import decode_batch
 from app.ingest.wire_decode import decode_events
 from app.ingest.wire_notation import cut_json
 from app.schemas import DP_RANK_MAX, NAME_CHARS_MAX
@@ -122,7 +121,7 @@ def _from_payload(
         if told is not None:
             return told
     try:
-        batch = decode_batch(body, block_size=known_block_size(wiring.service, pod, dp_rank or 0))
+        batch = decode_payload(wiring.service, body, pod, dp_rank)
     except UnreadableBatch:
         return None
     if len(batch.events) + len(batch.rejected) + batch.ignored > wiring.settings.events_max:

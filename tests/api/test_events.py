@@ -244,6 +244,18 @@ def test_rank_of_a_payload_counts_unless_the_query_names_one(indexer: Indexer) -
     assert spoke == [1, 3]
 
 
+def test_a_payload_is_read_by_the_block_size_of_its_own_rank(indexer: Indexer) -> None:
+    post_payload(indexer, payload(stored([1], TOKENS[:4]), rank=0))
+    post_payload(indexer, payload(stored([1], TOKENS[:8], block_size=8), rank=1))
+    for event in (
+        stored([2], TOKENS[:8], block_size=8),
+        stored([3], TOKENS[:8], block_size=8, extra_keys=[["salt"]]),  # which the general way decodes
+    ):
+        response = post_payload(indexer, payload(event, rank=1))
+        assert (response.status_code, response.json().get("stored_blocks")) == (200, 1), response.text
+    assert post_payload(indexer, payload(stored([2], TOKENS[:4]), rank=1)).status_code == 422
+
+
 def test_payload_needs_the_pod(indexer: Indexer) -> None:
     response = indexer.post(
         "/v1/events", content=payload(CLEARED), headers={"content-type": "application/msgpack"}

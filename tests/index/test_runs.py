@@ -358,3 +358,26 @@ def test_old_runs_go_before_single_blocks_that_are_younger() -> None:
         prompts.store(context, [1_000_000 + i], now=len(runs) + i)
     left = sum(prompts.depth(context, run) for run in runs)
     assert left < capacity // 50
+
+
+def test_prefixes_by_their_hashes_find_what_followed() -> None:
+    """Told by hash alone, under names of their own and in any order, as a dump may."""
+    prompts = Prompts(IndexLimits())
+    index, context = prompts.index, prompts.index.context("m", None, 1, 0)
+    other = index.add_source()
+    prompts.store(context, range(10))
+    packed = index.prefix_hashes("m", None, 1, struct.pack("<10I", *range(10)), None)
+    told = [3, 9, 4, 0, 1, 2, 8, 5, 7, 6]
+    index.store_prefixes(
+        other,
+        context,
+        tier=0,
+        group=0,
+        engine_hashes=struct.pack("<10Q", *(100 + i for i in told)),
+        prefix_hashes=b"".join(packed[8 * i : 8 * i + 8] for i in told),
+        copies=None,
+        now=0,
+    )
+    assert index.stats().prefixes == 10
+    rows = index.match_tokens(context, struct.pack("<10I", *range(10)), None, 0)
+    assert {row.source: row.tiers[0] for row in rows} == {prompts.pod: 10, other: 10}

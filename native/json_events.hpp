@@ -159,9 +159,7 @@ class JsonEventsReader {
 
   bool read_mark(char mark) {
     skip_space(cursor_);
-    if (cursor_.at == cursor_.end || *cursor_.at != static_cast<uint8_t>(mark)) return false;
-    ++cursor_.at;
-    return true;
+    return read_mark_here(mark);
   }
 
   // `read_value(name)` for each entry.

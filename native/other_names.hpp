@@ -61,9 +61,9 @@ class OtherNames {
     return id != kNoOtherName && pool_[id].has_namesake ? kNoOtherName : id;
   }
 
-  // Whether the name is one of this record, given the prefix that the record has now.
-  static bool is_of(const OtherName& name, BlockId block, uint64_t prefix) {
-    return name.block == block && name.prefix_low == (prefix & kPrefixLow);
+  // Whether the name means this prefix, which its record has now.
+  static bool is_of(const OtherName& name, uint64_t prefix) {
+    return name.prefix_low == (prefix & kPrefixLow);
   }
 
   // Another name by this key is coming, wherever that will lie; tells whether any is here.

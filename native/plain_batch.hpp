@@ -58,9 +58,7 @@ class PlainBatch {
 
   bool read_json(wire::Span body, size_t events_max, wire::JsonEnvelope& envelope) {
     if (!begin(body.size())) return false;
-    const auto room = [this](wire::Field field, size_t count, size_t width) {
-      return this->room(field, count, width);
-    };
+    const Room room{this};
     wire::JsonEventsReader reader(body, events_max, room,
                                   [this](const wire::PlainEvent& event) { return accept(event); });
     if (!reader.read(envelope) || events_.empty()) return refuse();
@@ -128,6 +126,13 @@ class PlainBatch {
     return false;
   }
 
+  struct Room {  // for the readers
+    PlainBatch* batch;
+    uint8_t* operator()(wire::Field field, size_t count, size_t width) const {
+      return batch->room(field, count, width);
+    }
+  };
+
   uint8_t* room(wire::Field field, size_t count, size_t width) {
     const size_t words = (count * width + 7) / 8;
     if (words > bytes_ - used_) return nullptr;
@@ -140,9 +145,7 @@ class PlainBatch {
   bool read_payload(wire::Span payload, size_t events_max) {
     wire::Batch batch;
     if (!wire::open_batch(payload, events_max, batch) || batch.events == 0) return false;
-    const auto room = [this](wire::Field field, size_t count, size_t width) {
-      return this->room(field, count, width);
-    };
+    const Room room{this};
     wire::EventReader reader(batch.cursor, payload.size(), room);
     wire::PlainEvent event;
     for (size_t i = 0; i < batch.events; ++i)

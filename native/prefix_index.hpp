@@ -436,7 +436,7 @@ class PrefixIndex {
     const BlockRecord* const record = pool_.peek(name.block);
     if (record == nullptr || record->holders == kEmptySet) return kNoBlock;
     if (sets_.context(record->holders) != sets_.context(name.owners)) return kNoBlock;
-    return OtherNames::is_of(name, name.block, record->prefix) ? static_cast<BlockId>(name.block) : kNoBlock;
+    return OtherNames::is_of(name, record->prefix) ? static_cast<BlockId>(name.block) : kNoBlock;
   }
   BlockId record_of(const Naming& name) const {
     return name.id != kNoBlock ? name.id : block_of(other_names_[name.other]);

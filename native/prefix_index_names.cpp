@@ -136,9 +136,8 @@ void PrefixIndex::unname(BlockId id) {
   record.owners = kEmptySet;
 }
 
-// Takes a record that nobody holds any more out of everything.
+// Behind list_behind: takes a record that nobody holds any more out of everything.
 void PrefixIndex::discard(Context& context, BlockId id) {
-  list_behind(context, id);
   die(context, pool_[id]);
   unname(id);
   free_record(context, id);

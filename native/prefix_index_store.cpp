@@ -123,7 +123,7 @@ uint64_t PrefixIndex::store_frame(Context& context, Frame first, Tick now, bool 
     Frame& frame = frames.back();
     const bool is_awaited = orphans_.blocks_of(frame.place.source) != 0;
     renew_parent(context, frame);
-    if (!is_awaited && frame.copies.empty() && frame.orphan.living.empty()) stored += store_run(by, frame);
+    if (!is_awaited && frame.is_chain && frame.orphan.living.empty()) stored += store_run(by, frame);
     if (frame.next == frame.engine_hashes.size()) {
       frames.pop_back();
       continue;
@@ -205,12 +205,11 @@ size_t PrefixIndex::store_run(const Storing& by, Frame& frame) {
   const size_t begin = frame.next;
   const size_t end = frame.engine_hashes.size();
   if (begin == end) return 0;
-  Context& context = by.context;
-  if (!frame.slot) frame.slot = slot_of(context, frame.place);
+  if (!frame.slot) frame.slot = slot_of(by.context, frame.place);
   for (size_t at = begin; at < end; at = frame.next) {
     store_known(by, frame);
     if (frame.next < end) store_renamed(by, frame);
-    if (frame.next < end && (frame.is_chain || context.unlisted() == 0)) store_new(by, frame);
+    if (frame.next < end) store_new(by, frame);
     if (frame.next == at) break;
   }
   return frame.next - begin;

@@ -23,6 +23,7 @@ from app.errors import UnreadableBatch
 from app.ingest.wire_decode import decode_events
 from app.ingest.wire_notation import cut_json
 from app.schemas import DP_RANK_MAX, NAME_CHARS_MAX
+from app.service import IndexerService
 
 SEQ_MAX = 2**63 - 1  # a larger one is for the long way
 COMMAS_MAX = 262_144  # of an envelope without its arrays, and so of the values that are built for it
@@ -65,10 +66,11 @@ def answer(
 
 def _from_json(wiring: Wiring, body: bytes | memoryview) -> bytes | Awaitable[bytes] | None:
     events_max = wiring.settings.events_max
-    plain = wiring.plain.read_json(body, events_max)
-    if plain is not None:
+    service = wiring.writer.immediate
+    plain = None if service is None else wiring.plain.read_json(body, events_max)
+    if service is not None and plain is not None:
         pod, model, lora, dp_rank, seq, ts = plain
-        told = _apply_plain(wiring, pod, model, dp_rank, seq, lora, ts)
+        told = _apply_plain(wiring, service, pod, model, dp_rank, seq, lora, ts)
         if told is not None:
             return told
     cut = _native.json_cut(body, len(body), 2 * events_max)
@@ -114,10 +116,12 @@ def _from_payload(
     if said is None:
         return None
     pod, model, lora, dp_rank, seq, owner = said
-    plain = None if owner else wiring.plain.read_msgpack(body, wiring.settings.events_max)
-    if plain is not None:
+    service = wiring.writer.immediate
+    plain = None if owner or service is None else wiring.plain.read_msgpack(body, wiring.settings.events_max)
+    if service is not None and plain is not None:
         ts, rank = plain
-        told = _apply_plain(wiring, pod, model, (rank or 0) if dp_rank is None else dp_rank, seq, lora, ts)
+        own_rank = (rank or 0) if dp_rank is None else dp_rank
+        told = _apply_plain(wiring, service, pod, model, own_rank, seq, lora, ts)
         if told is not None:
             return told
     try:
@@ -135,6 +139,7 @@ def _from_payload(
 
 def _apply_plain(
     wiring: Wiring,
+    service: IndexerService,
     pod: str,
     model: str | None,
     dp_rank: int,
@@ -143,9 +148,6 @@ def _apply_plain(
     ts: float | None,
 ) -> bytes | None:
     """What is answered to the batch that `wiring.plain` has read. None: nothing has changed, it needs the general way."""
-    service = wiring.writer.immediate
-    if service is None:
-        return None
     result = service.post_plain(pod, wiring.plain, model=model, dp_rank=dp_rank, seq=seq, lora=lora)
     if result is None:
         return None

@@ -18,7 +18,7 @@ from app.api.wiring import Wiring, wiring_of
 from app.errors import BatchRejected, InvalidInput, LimitExceeded
 from app.events import BlockRemoved, EventBatch
 from app.ingest.vllm import EventPost, decode_batch, decode_json_events
-from app.schemas import EventsFields, EventsRequest, EventsResponse
+from app.schemas.events import EventsFields, EventsRequest, EventsResponse
 from app.service import BatchResult, IndexerService
 from app.writers import Writer
 

@@ -9,7 +9,7 @@ from app.api import bodies, problems
 from app.api.document import PROBLEMS, described
 from app.api.wiring import wiring_of
 from app.metrics import CONTENT_TYPE
-from app.schemas import HealthResponse, StatsResponse
+from app.schemas.operations import HealthResponse, StatsResponse
 
 router = APIRouter(tags=["operations"])
 

@@ -15,7 +15,8 @@ from app.cli import screen
 from app.cli.connection import DEFAULT_URL, ApiKey, AsJson, Connection, Url
 from app.config import Settings
 from app.extra_keys import query_extra_keys
-from app.schemas import BLOCK_SIZE_MAX, FUZZY_DISTANCE_MAX, FUZZY_MATCHES_MAX, TOKEN_ID_MAX
+from app.schemas.fields import BLOCK_SIZE_MAX, TOKEN_ID_MAX
+from app.schemas.fuzzy import FUZZY_DISTANCE_MAX, FUZZY_MATCHES_MAX
 
 Model = Annotated[str, typer.Option("--model", "-m", help="The model's name, as the pods have it.")]
 Lora = Annotated[str | None, typer.Option("--lora", help="LoRA adapter; none is the bare model.")]

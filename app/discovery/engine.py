@@ -26,7 +26,7 @@ from app.discovery.sightings import Sighting
 from app.endpoints import Endpoint, parse_endpoint, rank_endpoints
 from app.errors import UNDECODABLE, InvalidInput, Unresponsive
 from app.pods import PodSpec
-from app.schemas import NAME_CHARS_MAX
+from app.schemas.fields import NAME_CHARS_MAX
 
 TIMEOUT_S = 3.0
 SOURCES_BYTES_MAX = 1024 * 1024

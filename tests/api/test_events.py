@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.schemas import EventsResponse
+from app.schemas.events import EventsResponse
 from tests.api.conftest import CLEARED, Indexer, removed, stored
 
 TOKENS = list(range(100, 116))

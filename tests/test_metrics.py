@@ -9,7 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.config import load_settings
 from app.index.prefix_index import PrefixIndex
 from app.ingest.zmq import ZmqIngest
-from app.metrics import Figures, Metrics
+from app.metrics.figures import Figures
+from app.metrics.metrics import Metrics
 from app.service import IndexerService, index_limits
 
 

@@ -1,5 +1,7 @@
-"""The bodies of the HTTP contract, shared by the service, its OpenAPI document and the client: one file a resource, as in
-app/api; fields.py has the types that they are made of, prompts.py what every question about a prompt begins with.
+"""The bodies of the HTTP contract, for the service and its OpenAPI document: one file a resource, as in app/api.
+
+fields.py has the types that bodies are made of, with the bounds that commands take from there too; prompts.py has
+what every question about a prompt begins with. The document has every model of every file (app/api/document.py).
 
 Numbers that come by the thousand (token ids, hashes) are declared here for the document and for clients,
 and never validated one by one by these models: the service cuts them out of the raw body
@@ -7,5 +9,5 @@ and never validated one by one by these models: the service cuts them out of the
 `MatchFields` is what is validated, `MatchRequest` the whole that a sender writes.
 
 Unknown fields are refused everywhere except inside events, where engines add fields with every release, and on the
-compatibility routes. Every model in a file here is in the OpenAPI document (app/api/document.py).
+routes of other systems (compatibility.py), whose routers send what they send.
 """

@@ -355,8 +355,16 @@ nb::object bytes_of_text(std::string_view text) { return nb::bytes(text.data(), 
 nb::tuple finish_answer(AnswerBook& book, const nb::bytes& head, const nb::bytes& tail, uint32_t unit,
                         uint64_t tokens, double now_s) {
   AnswerBook::Deepest deepest;
-  const std::string_view text = book.render(text_of(head), text_of(tail), unit, tokens, now_s, deepest);
-  return nb::make_tuple(bytes_of_text(text), deepest.blocks, deepest.tokens);
+  nb::object answer;
+  const auto room = [&answer](size_t bytes) {
+    answer = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes)));
+    if (!answer) throw nb::python_error();
+    return PyBytes_AS_STRING(answer.ptr());
+  };
+  const char* const end = book.render(text_of(head), text_of(tail), unit, tokens, now_s, deepest, room);
+  PyObject* text = answer.release().ptr();
+  if (_PyBytes_Resize(&text, end - PyBytes_AS_STRING(text)) != 0) throw nb::python_error();
+  return nb::make_tuple(nb::steal(text), deepest.blocks, deepest.tokens);
 }
 
 void add_row(AnswerBook& book, const Row& row, uint32_t block_size, const std::optional<nb::set>& ids) {

@@ -73,6 +73,7 @@ def index_limits(settings: Settings) -> IndexLimits:
         ttl_ticks=ticks(settings.ttl_s),
         contexts_max=settings.contexts_max,
         prefixes_per_context_max=settings.prefixes_per_context_max,
+        prefixes_max=settings.prefixes_max,
         orphan_blocks_max=settings.orphan_blocks_max,
         speculative_blocks_max=settings.speculative_blocks_max,
         claims_max=settings.owner_claims_max,

@@ -25,6 +25,7 @@ INDEX_COUNTERS = {
 EVICTION_CAUSES = {
     "expired": "ttl_s",
     "evicted": "prefixes_per_context_max",
+    "evicted_in_all": "prefixes_max",
     "contexts_evicted": "contexts_max",
 }
 ORPHAN_CAUSES = {"orphans_dropped": "orphan_blocks_max", "orphans_expired": "ttl_s"}

@@ -23,6 +23,7 @@ from benchmarks.measure import Timing, print_line, print_machine, resident_bytes
 
 BLOCK_SIZE = 16
 CHAIN_BLOCKS = 256
+FRESH_CHAINS = 400  # stored and removed again beside the others
 ROW = struct.Struct("<6I")
 
 
@@ -32,7 +33,8 @@ class Workload:
     def __init__(self, blocks: int, fleet: int) -> None:
         self.chains = blocks // CHAIN_BLOCKS
         self.blocks = self.chains * CHAIN_BLOCKS
-        self.index = PrefixIndex(IndexLimits(prefixes_per_context_max=max(blocks * 2, 1)))
+        room = self.blocks + FRESH_CHAINS * CHAIN_BLOCKS
+        self.index = PrefixIndex(IndexLimits(prefixes_per_context_max=room, prefixes_max=room))
         self.context = self.index.context("bench", None, BLOCK_SIZE, 0)
         self.sources = [self.index.add_source() for _ in range(fleet)]
 
@@ -143,7 +145,7 @@ def measure_misses(work: Workload) -> None:
 def measure_changes(work: Workload) -> None:
     """Chains that come, at three pods, and go again."""
     index, core, context = work.index, work.index._core, work.context
-    fresh = [work.event(work.chains + n, work.sources[0]) for n in range(400)]
+    fresh = [work.event(work.chains + n, work.sources[0]) for n in range(FRESH_CHAINS)]
     print_line("store 256 new blocks", time_calls(work.store_event, fresh))
     again = [(work.sources[1], hashes, tokens) for _, hashes, tokens in fresh]
     print_line("store 256 blocks that another pod has", time_calls(work.store_event, again))

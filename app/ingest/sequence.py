@@ -76,6 +76,7 @@ class _Purpose(enum.Enum):
 @dataclasses.dataclass(slots=True)
 class _Replay:
     purpose: _Purpose
+    start_seq: int
     deadline_s: float | None = None  # none before the request is sent
     replies: int = 0
     anchored: bool = False  # a reply at or after the place that was asked for has come
@@ -190,9 +191,10 @@ class SequenceTracker:
         if seen is not None and seen != digest:
             self._restart(now, f"replayed batch {seq} is not the one seen before")
             return self._take()
-        if not replay.anchored and (self._last is None or seq >= self._last):
+        if not replay.anchored and seq >= replay.start_seq:
             replay.anchored = True
-            self._first_reply(seq)
+            if self._last is None or seq >= self._last:  # else live batches have overtaken it
+                self._first_reply(seq)
         if self._last is None or seq > self._last:
             self._new_reply(replay, seq, payload, digest, now)
         return self._take()
@@ -294,8 +296,8 @@ class SequenceTracker:
 
     def _request(self, purpose: _Purpose, cause: str = "") -> None:
         self._retry_at_s = None
-        self._replay = _Replay(purpose)
         start_seq = 0 if self._last is None or purpose is _Purpose.HEAL else self._last
+        self._replay = _Replay(purpose, start_seq)
         if purpose is _Purpose.CATCH_UP:
             self._report(
                 SourceState.CATCHING_UP, replays=1, cause=f"{cause or 'resumed'}: replay from {start_seq}"
@@ -354,7 +356,8 @@ class SequenceTracker:
 
     def _end_round(self, replay: _Replay, now: float, *, ended: bool) -> None:
         """A round is over, by its end marker or by silence: done, again, or given up."""
-        self._release()
+        if not self._unverified:  # else the numbers that fit may be those of another incarnation
+            self._release()
         if ended and not self._is_behind():
             self._go_live(now)
             return
@@ -371,7 +374,12 @@ class SequenceTracker:
 
     def _give_up(self, now: float) -> None:
         why = "the replay endpoint is silent" if self._silent else "the replay does not have them"
-        if self._silent and not self._is_behind():
+        if self._unverified:
+            self._unverified = False
+            cause = f"nobody can tell whether this is still the engine of batch {self._last}: {why}"
+            self._report(SourceState.DEGRADED, cause=cause)
+            self._release()
+        elif self._silent and not self._is_behind():
             self._report(
                 SourceState.DEGRADED, cause=f"nothing is known of batches from {self._expected()} on: {why}"
             )

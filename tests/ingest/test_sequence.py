@@ -394,6 +394,48 @@ def test_live_batches_that_lag_behind_the_replay_are_no_restart() -> None:
     assert bench.delivered == bench.engine.batches
 
 
+def test_a_live_batch_that_overtakes_the_reply_to_a_look_for_a_lost_tail_is_no_restart() -> None:
+    bench = connected(3)
+    bench.wait(LIMITS.probe_interval_s)
+    for _ in range(3):
+        under_way = bench.engine.replay(bench.requests[-1])
+        bench.publish(1)
+        if bench.request is not None:
+            bench.serve(under_way)
+        bench.wait(LIMITS.retry_delay_s)
+    assert bench.resets == []
+    assert bench.delivered == bench.engine.batches
+    assert bench.is_trusted()
+
+
+def test_held_batches_whose_numbers_fit_wait_for_the_proof_that_the_engine_is_the_same() -> None:
+    bench = connected(3)
+    bench.disconnect()
+    bench.engine.restart()
+    bench.publish(3, lost=True)
+    bench.connect()
+    bench.publish(1)  # number 3, just what would have come next
+    bench.wait(LIMITS.replay_timeout_s)  # the first request had no answer at all
+    assert bench.delivered == [b"0:0", b"0:1", b"0:2"]
+    bench.settle()
+    assert [reset.restarted for reset in bench.resets] == [True]
+    assert bench.delivered == bench.engine.batches
+    assert bench.is_trusted()
+
+
+def test_an_engine_that_nobody_can_tell_from_another_is_not_trusted() -> None:
+    bench = connected(3)
+    bench.disconnect()
+    bench.connect()
+    bench.publish(2)
+    while bench.state is not SourceState.LIVE:
+        bench.wait(LIMITS.replay_timeout_s)
+    assert bench.lost
+    assert bench.delivered == bench.engine.batches, "the stream goes on"
+    assert (bench.gaps, bench.resets) == (0, [])
+    assert "nobody can tell" in next(r.cause for r in bench.reports if r.state is SourceState.DEGRADED)
+
+
 def test_replays_of_a_flapping_stream_are_spaced_out() -> None:
     bench = connected(3)
     for _ in range(10):

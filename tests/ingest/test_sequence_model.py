@@ -2,12 +2,16 @@
 that it is not.
 
 The engine publishes, forgets, restarts (seen or unseen by the connection); the network drops, doubles and
-disconnects; the replay socket answers, answers in part, drops replies, keeps silent. After each history
-everything is repaired for a while, and then: delivered == published, in order, once. A loss is an excuse
-only where the engine had forgotten or the replay socket had been silent.
+disconnects, and what is under way on the one socket arrives before or behind what is under way on the other;
+the replay socket answers, answers in part, drops replies, keeps silent. All the while: what a trusted source
+delivered is the beginning of one incarnation, and nothing is forgotten for a restart that was none. After each
+history everything is repaired for a while, and then: delivered == published, in order, once. A loss is an
+excuse only where the engine had forgotten or the replay socket had been silent.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -25,6 +29,11 @@ class TrackedSource(RuleBasedStateMachine):
     bench: Bench
     connected: bool
     excused: bool  # the engine forgot, or the replay socket kept silent, at some time
+    restarts: int
+    blind: bool  # it restarted in place: over one connection no number needs to fall back
+    frames: deque[tuple[int, bytes]]  # live, under way
+    replies: deque[tuple[int, bytes] | None]  # to the request of that number, under way; None ends them
+    replies_to: int
 
     @initialize(
         buffer_batches=st.sampled_from([2, 5, 1_000]),
@@ -41,19 +50,32 @@ class TrackedSource(RuleBasedStateMachine):
         )
         self.endpoint = endpoint
         self.excused = buffer_batches < 1_000 or not endpoint
-        self.connected = False
+        self.connected = self.blind = False
+        self.restarts = self.replies_to = 0
+        self.frames, self.replies = deque(), deque()
         self.bench.publish(before, lost=True)
 
-    @rule(count=st.integers(1, 4), fault=st.sampled_from(["none", "none", "lost", "doubled"]))
-    def publish(self, count: int, fault: str) -> None:
+    @rule(
+        count=st.integers(1, 4),
+        fault=st.sampled_from(["none", "none", "lost", "doubled"]),
+        lags=st.sampled_from([False, False, True]),
+    )
+    def publish(self, count: int, fault: str, *, lags: bool = False) -> None:
         for _ in range(count):
             frame = self.bench.engine.publish()
             if self.connected and fault != "lost":
-                for _ in range(2 if fault == "doubled" else 1):
-                    self.bench.live(*frame)
+                self.frames.extend([frame] * (2 if fault == "doubled" else 1))
+        if not lags:
+            self.frames_arrive(len(self.frames))
+
+    @rule(count=st.integers(1, 3))
+    def frames_arrive(self, count: int) -> None:
+        for _ in range(min(count, len(self.frames))):
+            self.bench.live(*self.frames.popleft())
 
     @rule()
     def restart_in_place(self) -> None:
+        self.blind = True
         self.restart()
 
     @rule(restarted=st.booleans())
@@ -69,19 +91,38 @@ class TrackedSource(RuleBasedStateMachine):
         self.connected = True
         self.bench.connect()
 
-    @rule(how=st.sampled_from(["whole", "whole", "cut", "holes", "without end"]), replies=st.integers(0, 3))
-    def answer(self, how: str, replies: int) -> None:
+    @rule(
+        how=st.sampled_from(["whole", "whole", "cut", "holes", "without end"]),
+        replies=st.integers(0, 3),
+        lags=st.sampled_from([False, False, True]),
+        overtaken_by=st.sampled_from([0, 0, 1]),
+    )
+    def answer(self, how: str, replies: int, lags: bool, overtaken_by: int) -> None:
         if self.bench.request is None or not self.connected:
             return
-        buffered = self.bench.engine.replay(self.bench.request)
-        if how == "whole":
-            self.bench.serve(buffered)
-        elif how == "cut":
-            self.bench.serve(buffered[:replies], end=False)
+        buffered: list[tuple[int, bytes]] = self.bench.engine.replay(self.bench.request)
+        self.replies_to = len(self.bench.requests)
+        self.replies = deque(buffered)
+        if how == "cut":
+            self.replies = deque(buffered[:replies])
         elif how == "holes":
-            self.bench.serve(buffered[:1] + buffered[1 + replies :])
-        else:
-            self.bench.serve(buffered, end=False)
+            self.replies = deque(buffered[:1] + buffered[1 + replies :])
+        if how in ("whole", "holes"):
+            self.replies.append(None)
+        if overtaken_by:
+            self.publish(overtaken_by, "none")
+        if not lags:
+            self.replies_arrive(len(self.replies))
+
+    @rule(count=st.integers(1, 3))
+    def replies_arrive(self, count: int) -> None:
+        """On the socket of their request, as long as it is open."""
+        for _ in range(min(count, len(self.replies))):
+            reply = self.replies.popleft()
+            if self.bench.request is None or len(self.bench.requests) != self.replies_to:
+                self.replies.clear()
+                return
+            self.bench.serve([] if reply is None else [reply], end=reply is None)
 
     @rule(step_s=st.sampled_from(STEPS_S))
     def wait(self, step_s: float) -> None:
@@ -100,6 +141,18 @@ class TrackedSource(RuleBasedStateMachine):
         assert seqs == sorted(set(seqs))
 
     @invariant()
+    def trusted_is_the_beginning_of_one_incarnation(self) -> None:
+        if self.bench.is_trusted() and self.endpoint and not self.blind:
+            told = [payload.split(b":") for payload in self.bench.delivered]
+            assert [int(seq) for _, seq in told] == list(range(len(told)))
+            assert len({incarnation for incarnation, _ in told}) <= 1
+
+    @invariant()
+    def nothing_is_forgotten_for_a_restart_that_was_none(self) -> None:
+        if not self.restarts and self.bench.engine.buffer_batches == 1_000:
+            assert not any(reset.restarted for reset in self.bench.resets)
+
+    @invariant()
     def budget_is_kept(self) -> None:
         bench = self.bench
         assert 0 <= bench.budget.used_bytes <= bench.budget.bytes_max
@@ -109,6 +162,7 @@ class TrackedSource(RuleBasedStateMachine):
         if not hasattr(self, "bench"):
             return
         bench = self.bench
+        self.frames_arrive(len(self.frames))
         if not self.connected:
             bench.connect()
         bench.settle()
@@ -124,6 +178,7 @@ class TrackedSource(RuleBasedStateMachine):
 
     def restart(self) -> None:
         self.bench.engine.restart()
+        self.restarts += 1
         if not self.endpoint:
             # Numbers that go on where the old ones ended cannot be told from those without a replay.
             self.connect()

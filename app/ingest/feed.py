@@ -25,7 +25,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from app import hashing
 from app.errors import IndexerError, UnreadableBatch
 from app.events import EventBatch
 from app.ingest.actions import Action, Deliver, Report, Reset
@@ -226,18 +225,17 @@ class Feed:
             self._writer.reset_source(stream.pod, stream.dp_rank, restarted=action.restarted)
 
     def _apply(self, stream: Stream, delivery: Deliver) -> None:
-        digest = hashing.digest(delivery.payload)
         try:
             batch = self._decode(delivery.payload, block_size=stream.block_size)
         except UnreadableBatch as error:
             self.counters.batches_unreadable += 1
             # An empty batch in its place: its number has been seen, its content is lost.
             nothing = EventBatch(events=(), positions=())
-            self._writer.apply(stream.pod, stream.dp_rank, nothing, seq=delivery.seq, digest=digest)
+            self._writer.apply(stream.pod, stream.dp_rank, nothing, seq=delivery.seq, digest=delivery.digest)
             cause = f"batch {delivery.seq} cannot be read: {error}"
             self._report(stream, Report(SourceState.DEGRADED, cause=cause))
         else:
-            self._writer.apply(stream.pod, stream.dp_rank, batch, seq=delivery.seq, digest=digest)
+            self._writer.apply(stream.pod, stream.dp_rank, batch, seq=delivery.seq, digest=delivery.digest)
             self.counters.batches_applied += 1
 
     def _report(self, stream: Stream, report: Report) -> None:

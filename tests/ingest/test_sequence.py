@@ -423,6 +423,34 @@ def test_held_batches_whose_numbers_fit_wait_for_the_proof_that_the_engine_is_th
     assert bench.is_trusted()
 
 
+def test_what_was_held_of_an_engine_is_not_its_successors() -> None:
+    bench = Bench()
+    bench.publish(2, lost=True)
+    bench.connect()
+    bench.publish(1)  # number 2 waits for a replay that does not come
+    bench.disconnect()
+    bench.engine.restart()
+    bench.publish(2, lost=True)
+    bench.connect()
+    bench.answer()
+    assert bench.delivered == bench.engine.batches
+    assert bench.is_trusted()
+
+
+def test_doubled_frames_that_the_replay_is_far_ahead_of_are_no_restart() -> None:
+    bench = Bench(limits=SequenceLimits(held_batches_max=16, digests=4))
+    frames = [bench.engine.publish() for _ in range(12)]
+    bench.connect()
+    bench.serve(bench.engine.replay(0)[:1] + bench.engine.replay(3), end=False)  # two replies were dropped
+    for frame in frames:
+        bench.live(*frame)
+        bench.live(*frame)
+    bench.settle()
+    assert bench.resets == []
+    assert bench.delivered == bench.engine.batches
+    assert bench.is_trusted()
+
+
 def test_an_engine_that_nobody_can_tell_from_another_is_not_trusted() -> None:
     bench = connected(3)
     bench.disconnect()

@@ -268,6 +268,35 @@ def test_killed_and_started_again(publishers: Callable[..., Publisher], publishe
     asyncio.run(run())
 
 
+def test_another_engine_whose_number_fits_while_no_replay_answers(
+    publishers: Callable[..., Publisher],
+) -> None:
+    first = publishers()
+    first.publish(3)
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(first))
+            await at.until_exact(first)
+            await asyncio.to_thread(first.kill)
+            await at.until_state(SourceState.DOWN)
+            second = publishers(port=first.port, replay_port=first.replay_port)
+            second.incarnation = 1
+            second.faults.serve_replays = False
+            second.faults.drop_live = True
+            second.publish(3)
+            second.faults.drop_live = False
+            await at.until_state(SourceState.CATCHING_UP)
+            timeouts = at.ingest.counters()["replay_timeouts"]
+            second.publish(1)  # number 3, just what would have come next of the first
+            await at.until(lambda: at.ingest.counters()["replay_timeouts"] > timeouts, "no reply")
+            second.faults.serve_replays = True
+            await at.until_exact(second)
+            assert at.ledger.entry().resets == [True]
+
+    asyncio.run(run())
+
+
 def test_silence_past_the_deadline(publishers: Callable[..., Publisher]) -> None:
     publisher = publishers()
     publisher.publish(4)

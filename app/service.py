@@ -358,15 +358,15 @@ class IndexerService:
     ) -> None:
         """What the ingest learned of a stream; `gaps` and `replays` are added to the counters.
 
-        DEGRADED says that batches were lost for good: it stays until a reset, or a clear that makes the
-        picture true (see app/registry.py), and LIVE says only that the stream is whole from here on.
+        DEGRADED says that batches were lost for good, and nothing of the stream, which may go on with its replay: it
+        stays until a reset, or a clear that makes the picture true (see app/registry.py). LIVE says only that the
+        stream is whole from here on.
         """
         source = self._registry.source(pod, dp_rank)
         source.gaps += gaps
         source.replays += replays
         if state is SourceState.DEGRADED:
             self._registry.lose(source, cause)
-            self._registry.set_stream(source, SourceState.LIVE, cause)
         else:
             self._registry.set_stream(source, state, cause)
 

@@ -261,8 +261,8 @@ class Receiver:
             logger.exception("%s failed in the receiver; followed anew", stream, extra=stream.log_fields())
             self._close(subscription, now)
             subscription.tracker.close()
+            self._feed.put(stream, Report(SourceState.DOWN, cause="the receiver failed; see the log"))
             self._feed.put(stream, Reset(restarted=False, cause="the receiver failed"))
-            self._report_down(subscription, "the receiver failed; see the log")
             subscription.tracker = self._tracker(subscription.replay, now)
             subscription.reopen_at_s = now + self._limits.reopen_interval_s
 
@@ -325,8 +325,10 @@ class Receiver:
     def _start_over(self) -> None:
         for pod, subscriptions in list(self._subscriptions.items()):
             self._close_pod(pod)
+            cause = "the receiver started over"
             for subscription in subscriptions:
-                self._feed.put(subscription.stream, Reset(restarted=False, cause="the receiver started over"))
+                self._feed.put(subscription.stream, Report(SourceState.DOWN, cause=cause))
+                self._feed.put(subscription.stream, Reset(restarted=False, cause=cause))
         self._feed.flush()
         self._wanted_changed = True
         if not self._stopping:

@@ -473,6 +473,8 @@ class SequenceTracker:
         self._report(SourceState.LIVE, cause=_WHOLE)
 
     def _reset(self, *, restarted: bool, cause: str) -> None:
+        if self._phase is _Phase.LIVE:  # first, or for a moment an emptied picture passes for a whole one
+            self._report(SourceState.CATCHING_UP, cause=cause)
         self._actions.append(Reset(restarted, cause))
         self._last = self._last_digest = self._newest_live = self._newest_live_digest = None
         self._digests.clear()

@@ -46,6 +46,7 @@ class Entry:
     batches: list[EventBatch] = dataclasses.field(default_factory=list)
     resets: list[bool] = dataclasses.field(default_factory=list)
     states: list[SourceState] = dataclasses.field(default_factory=list)
+    stream: SourceState | None = None
     incomplete: bool = False
     causes: list[str] = dataclasses.field(default_factory=list)
     gaps: int = 0
@@ -82,6 +83,7 @@ class Ledger:
 
     def reset_source(self, pod: str, dp_rank: int, *, restarted: bool) -> None:
         entry = self.entry(pod, dp_rank)
+        assert entry.stream is not SourceState.LIVE, "an emptied picture passes for a whole one"
         entry.seqs, entry.batches = [], []
         entry.resets.append(restarted)
         entry.incomplete = False
@@ -91,19 +93,20 @@ class Ledger:
     ) -> None:
         entry = self.entry(pod, dp_rank)
         entry.states.append(state)
-        entry.incomplete |= state is SourceState.DEGRADED
+        if state is SourceState.DEGRADED:
+            entry.incomplete = True
+        else:
+            entry.stream = state
         entry.causes.append(cause)
         entry.gaps += gaps
         entry.replays += replays
 
     def state(self, pod: str = "pod", dp_rank: int = 0) -> SourceState | None:
-        """As a service decides: a loss shows until a reset or a clear, unless the stream itself has no peer."""
+        """As a service decides: a loss shows until a reset or a clear, where the stream itself is live."""
         entry = self.entry(pod, dp_rank)
-        if not entry.states:
-            return None
-        if entry.states[-1] in (SourceState.DOWN, SourceState.CATCHING_UP):
-            return entry.states[-1]
-        return SourceState.DEGRADED if entry.incomplete else SourceState.LIVE
+        if entry.stream is SourceState.LIVE and entry.incomplete:
+            return SourceState.DEGRADED
+        return entry.stream
 
     def is_exact(self, publisher: Publisher, pod: str = "pod", dp_rank: int = 0) -> bool:
         truth = [decode_batch(payload) for payload in publisher.batches]

@@ -317,8 +317,8 @@ class SequenceTracker:
             self._reset(
                 restarted=True, cause=f"reconnected, and batch {last} is no longer there to compare with"
             )
-        elif last is not None and seq == last + 1:
-            # In number nothing is missing, but these may be the numbers of another incarnation.
+        elif last is not None and seq > last:
+            # Even where in number nothing is missing: these may be the numbers of another incarnation.
             cause = f"batch {last} is no longer there to compare with"
             self._report(SourceState.DEGRADED, cause=cause)
         self._unverified = False
@@ -451,16 +451,18 @@ class SequenceTracker:
 
     def _lose_up_to(self, seq: int, why: str) -> None:
         """Give up what is missing below `seq`; what is held from below it is delivered."""
-        cause = f"batches are missing in {self._expected()}..{seq - 1}: {why}"
+        while self._held and (lowest := self._held.lowest()) < seq:
+            self._skip_to(lowest, why)
+            self._release()
+        self._skip_to(seq, why)
+
+    def _skip_to(self, seq: int, why: str) -> None:
+        """Over one hole, if there is one. Each is told in its place: a clear between two makes up for the first only."""
+        if seq <= self._expected():
+            return
+        cause = f"batches {self._expected()}..{seq - 1} are missing: {why}"
         self._report(SourceState.DEGRADED, gaps=0 if self._gap_counted else 1, cause=cause)
         self._gap_counted = False
-        while self._held and (lowest := self._held.lowest()) < seq:
-            self._skip_to(lowest)
-            self._release()
-        if self._expected() < seq:
-            self._skip_to(seq)
-
-    def _skip_to(self, seq: int) -> None:
         self._last = seq - 1 if seq > 0 else None
         self._last_digest = self._digests.get(seq - 1) if seq > 0 else None
 

@@ -58,6 +58,24 @@ def test_a_loss_spares_what_came_live_below_the_buffer() -> None:
     assert bench.lost
 
 
+def test_each_hole_is_told_in_its_place() -> None:
+    """What comes between two of them may be a clear, which makes up for the first and not for the second."""
+    bench = connected(3, engine=SimulatedEngine(buffer_batches=1))
+    bench.publish(1, lost=True)
+    bench.publish(1)
+    bench.publish(1, lost=True)
+    bench.publish(2)
+    told = len(bench.reports)
+    order: list[object] = []
+    run = bench.run
+    bench.run = lambda actions: (order.extend(actions), run(actions))[1]  # type: ignore[method-assign]
+    bench.answer()
+    losses = [report for report in bench.reports[told:] if "are missing: " in report.cause]
+    assert [loss.cause.partition(" are")[0] for loss in losses] == ["batches 3..3", "batches 5..5"]
+    places = [getattr(action, "seq", "hole" if action in losses else None) for action in order]
+    assert [place for place in places if place is not None] == ["hole", 4, "hole", 6, 7]
+
+
 def test_a_restart_that_the_buffer_cannot_rule_out_is_told() -> None:
     bench = connected(1, engine=SimulatedEngine(buffer_batches=2))
     bench.engine.restart()

@@ -29,6 +29,8 @@ STEPS_S = (0.0, 0.1, LIMITS.retry_delay_s, LIMITS.replay_timeout_s, LIMITS.probe
 
 
 class TrackedSource(RuleBasedStateMachine):
+    make_engine: type[SimulatedEngine] = SimulatedEngine
+    make_bench: type[Bench] = Bench
     bench: Bench
     connected: bool
     excused: bool  # the engine forgot, or the replay socket kept silent, at some time
@@ -46,8 +48,8 @@ class TrackedSource(RuleBasedStateMachine):
         endpoint=st.booleans(),
     )
     def begin(self, buffer_batches: int, before: int, held_bytes_max: int, endpoint: bool) -> None:
-        self.bench = Bench(
-            SimulatedEngine(buffer_batches),
+        self.bench = self.make_bench(
+            self.make_engine(buffer_batches),
             limits=LIMITS,
             held_bytes_max=held_bytes_max,
             replay_endpoint=endpoint,
@@ -240,9 +242,9 @@ RULES: list[tuple[str, float, Callable[[random.Random], dict[str, Any]]]] = [
 ]
 
 
-def play(seed: int) -> None:
+def play(seed: int, kind: type[TrackedSource] = TrackedSource) -> None:
     draw = random.Random(seed)
-    source = TrackedSource()
+    source = kind()
     source.begin(
         buffer_batches=draw.choice([2, 5, 1_000]),
         before=draw.randint(0, 4),

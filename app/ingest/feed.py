@@ -6,8 +6,8 @@ them the loop has a round of its own, so that queries wait for a slice or two an
 Decoding happens in the drain: it needs the interpreter either way, and the thread keeps up with the sockets.
 
 Full means full: the thread stops reading, ZMQ's own queues fill, the publisher drops, and the gap is
-replayed. The bounds may be passed by what one input of a tracker sets free, which is what its source held
-back during a replay.
+replayed. The bounds may be passed by what one socket's turn brings (`SocketLimits`) and by what one input of a
+tracker sets free, which is what its source held back during a replay.
 
 No lock: each counter has one writing thread, and deque.append and popleft are atomic.
 

@@ -72,6 +72,7 @@ class SocketLimits:
     handshake_patience_s: float = 3.0  # from the connection to the end of its handshake
     tick_interval_s: float = 0.1
     reads_per_round_max: int = 128  # messages from one socket before the next has its turn
+    read_bytes_per_round_max: int = 1024 * 1024  # likewise; the message that passes it is read
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -202,18 +203,22 @@ class Receiver:
         self._poller.register(self._wake_in.fileno(), zmq.POLLIN)
         self._wake_poller.register(self._wake_in.fileno(), zmq.POLLIN)
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+        is_broken = False
         try:
             while not (self._stopping or self._feed.is_deserted):
                 try:
+                    if is_broken:
+                        self._start_over()
+                        is_broken = False
                     self._round()
                 except Exception:
                     self.counters.faults += 1
                     logger.exception("the ZMQ receiver failed; every stream is followed anew")
-                    self._start_over()
+                    is_broken = True
+                    if not self._stopping:
+                        self._wake_poller.poll(1_000)  # a fault that comes back must not spin
         finally:
-            for pod in list(self._subscriptions):
-                self._close_pod(pod)
-            self._context.term()
+            self._context.destroy(linger=0)
 
     def _round(self) -> None:
         self._follow_wanted()
@@ -323,16 +328,14 @@ class Receiver:
         self._perform(subscription, subscription.tracker.tick(now), now)
 
     def _start_over(self) -> None:
+        """What is told of a source comes before it is let go: if this fails too, the next try knows of it still."""
         for pod, subscriptions in list(self._subscriptions.items()):
-            self._close_pod(pod)
             cause = "the receiver started over"
             for subscription in subscriptions:
                 self._feed.put(subscription.stream, Report(SourceState.DOWN, cause=cause))
                 self._feed.put(subscription.stream, Reset(restarted=False, cause=cause))
-        self._feed.flush()
+            self._close_pod(pod)
         self._wanted_changed = True
-        if not self._stopping:
-            self._wake_poller.poll(1_000)  # a fault that comes back must not spin
 
     # -- reading
 
@@ -340,6 +343,7 @@ class Receiver:
         if item is subscription.monitor:
             self._read_monitor(subscription, now)
             return
+        most_bytes = self.counters.message_bytes + self._limits.read_bytes_per_round_max
         for _ in range(self._limits.reads_per_round_max):
             if item.closed:
                 return
@@ -360,6 +364,8 @@ class Receiver:
                     self._read_reply(subscription, frames, now)
             except UnreadableBatch as error:
                 self._count_malformed(subscription.stream, error)
+            if self.counters.message_bytes >= most_bytes:
+                return
 
     def _count_malformed(self, stream: Stream, error: UnreadableBatch) -> None:
         count = self.counters.messages_malformed = self.counters.messages_malformed + 1

@@ -19,7 +19,7 @@ import zmq
 from app.endpoints import Endpoint
 from app.errors import UnknownPod
 from app.events import AllBlocksCleared, EventBatch
-from app.ingest.actions import Action, Deliver
+from app.ingest.actions import Action, Deliver, Reset
 from app.ingest.feed import Feed, QueueLimits, Stream
 from app.ingest.receiver import FollowedPod, Receiver, SocketLimits
 from app.ingest.sequence import SequenceLimits
@@ -536,6 +536,30 @@ def test_a_queue_is_bounded_in_bytes_too(publishers: Callable[..., Publisher]) -
     asyncio.run(run())
 
 
+def test_a_socket_has_its_turn_in_bytes_too(publishers: Callable[..., Publisher]) -> None:
+    publisher = publishers()
+    payload = payload_of(0) + bytes(100_000)  # that it cannot be read is found out behind the queue
+    settings = dataclasses.replace(
+        SETTINGS,
+        queue=QueueLimits(queue_bytes_max=1_000, drain_slice_s=0.0),
+        sockets=dataclasses.replace(SOCKETS, read_bytes_per_round_max=200_000),
+    )
+
+    async def run() -> None:
+        with scene(settings) as at:
+            at.ingest.pod_added(spec(publisher))
+            await at.until_exact(publisher)
+            for _ in range(100):
+                publisher.publish_payload(payload)
+            most = 0
+            while len(at.ledger.entry().seqs) < 100:
+                most = max(most, at.ingest.queued_bytes)
+                await asyncio.sleep(0)
+            assert most < 400_000, "what one turn brings, and not what the socket holds"
+
+    asyncio.run(run())
+
+
 def test_a_removed_pod_is_silent_and_can_come_back(publishers: Callable[..., Publisher]) -> None:
     publisher, other = publishers(), publishers()
     publisher.publish(3)
@@ -770,18 +794,23 @@ def test_pods_added_before_the_start_are_followed(publishers: Callable[..., Publ
 class FaultyFeed(Feed):
     """Fails once, in the middle of one stream."""
 
-    failed = False
+    failures = 1
+    failing: type[Action] = Deliver
 
     def put(self, stream: Stream, action: Action) -> None:
-        if stream.pod == "faulty" and isinstance(action, Deliver) and action.seq == 2 and not self.failed:
-            self.failed = True
+        is_next = not isinstance(action, Deliver) or action.seq == 2
+        if stream.pod == "faulty" and isinstance(action, self.failing) and is_next and self.failures:
+            self.failures -= 1
+            self.failing = Reset  # from here on, while there are failures left
             raise RuntimeError("made by the test")
         super().put(stream, action)
 
 
+@pytest.mark.parametrize("failures", [1, 4])
 def test_a_fault_of_our_own_costs_its_source_a_fresh_start_and_no_other(
-    publishers: Callable[..., Publisher], caplog: pytest.LogCaptureFixture
+    publishers: Callable[..., Publisher], caplog: pytest.LogCaptureFixture, failures: int
 ) -> None:
+    """Not even where the fresh start fails in its turn: then every source has one, as often as it takes."""
     faulty, other = publishers(), publishers()
     faulty.publish(4)
     other.publish(4)
@@ -796,6 +825,7 @@ def test_a_fault_of_our_own_costs_its_source_a_fresh_start_and_no_other(
         feed = FaultyFeed(
             ledger, decode_batch, QueueLimits(), asyncio.get_running_loop(), lambda: receiver.wake()
         )
+        feed.failures = failures
         receiver = Receiver(feed, SEQUENCE, SOCKETS)
         receiver.follow(followed("faulty", faulty))
         receiver.follow(followed("other", other))
@@ -804,9 +834,10 @@ def test_a_fault_of_our_own_costs_its_source_a_fresh_start_and_no_other(
             at = Scene(ledger, ZmqIngest(ledger))
             await at.until(lambda: ledger.is_exact(faulty, "faulty"), "the fresh start brings everything")
             await at.until(lambda: ledger.is_exact(other, "other"), "the other never noticed")
-            assert receiver.counters.faults == 1
-            assert ledger.entry("faulty").resets == [False]
-            assert ledger.entry("other").resets == []
+            assert receiver.counters.faults == failures
+            assert receiver.is_alive
+            assert set(ledger.entry("faulty").resets) == {False}
+            assert ledger.entry("other").resets == [] or failures > 1
         finally:
             receiver.stop()
 

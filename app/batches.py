@@ -8,7 +8,8 @@ prompt ever finds that one, so a tier's size is the largest that its source has 
 ignored. Each would otherwise be a context of its own, asked by every query.
 
 Batches come in two ways. `post` is for whoever speaks by HTTP: it registers the pod, leaves out batches that
-were seen, notices gaps, and refuses a batch of which nothing can be used. `apply` is for a stream whose order
+were seen, notices gaps, and refuses a batch of which nothing can be used. What is posted of a pod that is followed has
+no number among those of its stream, and makes its rank doubtful where it speaks of the GPU tier. `apply` is for a stream whose order
 and completeness the caller vouches for: what it cannot use it counts.
 """
 
@@ -26,6 +27,7 @@ from app._native import PlainBatch
 from app.config import Settings
 from app.errors import BatchRejected, InvalidInput
 from app.events import (
+    AllBlocksCleared,
     BlockRemoved,
     BlocksHashed,
     BlockStored,
@@ -162,6 +164,9 @@ class Batches:
         owner: str | None = None,
     ) -> BatchResult:
         """See IndexerService.post."""
+        is_beside = self._is_followed(pod)
+        if is_beside:
+            seq = None  # the numbers are its stream's
         source, restarted, sifted = self._examine(pod, batch, model, dp_rank, seq, digest)
         if sifted is None:
             assert source is not None
@@ -186,7 +191,10 @@ class Batches:
             seq == 0 and sifted.events
         ):  # a dump ends with a number and no event, and the engine's own may follow
             source.first_digest = digest
-        return self._apply(source, sifted, seq, lora, owner_number)
+        result = self._apply(source, sifted, seq, lora, owner_number)
+        if is_beside and any(_is_of_gpu(event) for event in sifted.events):
+            self._registry.lose(source, "a batch was posted beside its stream, which does not know of it")
+        return result
 
     def check(
         self,
@@ -199,6 +207,8 @@ class Batches:
         digest: int | None,
     ) -> None:
         """See IndexerService.check."""
+        if self._is_followed(pod):
+            seq = None
         source, _, sifted = self._examine(pod, batch, model, dp_rank, seq, digest)
         if sifted is not None and sifted.is_useless:
             self._count_rejected(source, sifted.rejected)
@@ -251,9 +261,13 @@ class Batches:
         source.unknown_blocks += unknown
         return self._book(source, seq, stored, removed, orphans, accepted=events)
 
+    def _is_followed(self, pod: str) -> bool:
+        known = self._registry.pods.get(pod)
+        return known is not None and known.spec.zmq_endpoint is not None
+
     def _is_usual(self, spec: PodSpec, source: Source, model: str | None, seq: int | None) -> bool:
         """A batch of this source changes nothing but blocks and counters, as far as can be said without its events."""
-        if model is not None and model != spec.model:
+        if spec.zmq_endpoint is not None or (model is not None and model != spec.model):
             return False
         if seq is not None and (source.last_seq is None or seq != source.last_seq + 1):
             return False
@@ -549,6 +563,10 @@ class Batches:
 
 def _holder(source: Source, event: BlockStored | BlocksHashed | PrefixesStored) -> Holder:
     return Holder(source.index_id, event.tier, event.group)
+
+
+def _is_of_gpu(event: Event) -> bool:
+    return isinstance(event, AllBlocksCleared) or event.tier is Tier.GPU
 
 
 def _restarted(source: Source, seq: int | None, digest: int | None) -> bool:

@@ -201,7 +201,8 @@ class IndexerService:
         a source is taken as it is; one that was seen changes nothing, save 0 with another `digest` (any hash of
         what was sent) than before: then the engine restarted, and what it held is forgotten first. One past the
         next says that batches were lost, and the source is degraded; so it is when the sender says that its
-        picture is `incomplete`.
+        picture is `incomplete`. For a pod that is followed `seq` is not looked at, since the numbers are its stream's,
+        and what is said of the GPU tier beside that stream degrades the source.
         Raises, with nothing changed: InvalidInput for an unknown pod without a model and for another model
         than the pod's; LimitExceeded; BatchRejected when events were sent and every one of them is bad.
         """

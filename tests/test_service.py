@@ -264,6 +264,25 @@ def test_batch_seen_before_changes_nothing(bench: Bench) -> None:
     assert bench.depth() == 0  # the copies were not counted twice
 
 
+def test_what_is_posted_beside_a_stream_is_doubted_and_has_no_number(bench: Bench) -> None:
+    """A dump of another indexer, say: what it tells may be gone by now, and the stream will not take it back."""
+    bench.service.register(PodSpec(name="a", model="m", zmq_endpoint="tcp://one:5557"))
+    bench.service.apply("a", 0, batch(stored(0, 2)), seq=6, digest=66)
+    bench.post(stored(0, tier=Tier.CPU), seq=2)
+    source = bench.service.pod("a").sources[0]
+    assert source.state is SourceState.LIVE, "a connector's own tier is not the stream's"
+    bench.post(seq=9)
+    assert (source.state, source.gaps, source.duplicates) == (SourceState.LIVE, 0, 0)
+    assert bench.service.position("a", 0) == (6, 66)
+    bench.post(stored(2))
+    assert (source.state, bench.depth()) == (SourceState.DEGRADED, 3)
+    assert "beside its stream" in source.cause
+    bench.post(AllBlocksCleared())
+    assert source.state is SourceState.DEGRADED, "nor is a clear its engine's"
+    bench.service.reset_source("a", 0, restarted=True)
+    assert source.state is SourceState.LIVE
+
+
 def test_gap_degrades_until_the_engine_clears(bench: Bench) -> None:
     bench.post(stored(0), seq=0)
     bench.post(stored(1), seq=3)

@@ -8,9 +8,9 @@ prompt ever finds that one, so a tier's size is the largest that its source has 
 ignored. Each would otherwise be a context of its own, asked by every query.
 
 Batches come in two ways. `post` is for whoever speaks by HTTP: it registers the pod, leaves out batches that
-were seen, notices gaps, and refuses a batch of which nothing can be used. What is posted of a pod that is followed has
-no number among those of its stream, and makes its rank doubtful where it speaks of the GPU tier. `apply` is for a stream whose order
-and completeness the caller vouches for: what it cannot use it counts.
+were seen, notices gaps, and refuses a batch of which nothing can be used. What is posted of a pod that is followed
+has no number among those of its stream, and makes its rank doubtful where it speaks of the GPU tier. `apply` is for
+a stream whose order and completeness the caller vouches for: what it cannot use it counts.
 """
 
 from __future__ import annotations
@@ -187,9 +187,8 @@ class Batches:
             self._registry.lose(source, f"batches {source.last_seq + 1} to {seq - 1} never came")
         if incomplete:
             self._registry.lose(source, "its sender says that the picture is not whole")
-        if (
-            seq == 0 and sifted.events
-        ):  # a dump ends with a number and no event, and the engine's own may follow
+        # A dump ends with a number and no event, and the engine's own may follow.
+        if seq == 0 and (sifted.events or sifted.ignored or sifted.rejected):
             source.first_digest = digest
         result = self._apply(source, sifted, seq, lora, owner_number)
         if is_beside and any(_is_of_gpu(event) for event in sifted.events):

@@ -270,7 +270,7 @@ def test_what_is_posted_beside_a_stream_is_doubted_and_has_no_number(bench: Benc
     bench.service.apply("a", 0, batch(stored(0, 2)), seq=6, digest=66)
     bench.post(stored(0, tier=Tier.CPU), seq=2)
     source = bench.service.pod("a").sources[0]
-    assert source.state is SourceState.LIVE, "a connector's own tier is not the stream's"
+    assert bench.state() is SourceState.LIVE, "a connector's own tier is not the stream's"
     bench.post(seq=9)
     assert (source.state, source.gaps, source.duplicates) == (SourceState.LIVE, 0, 0)
     assert bench.service.position("a", 0) == (6, 66)
@@ -278,9 +278,19 @@ def test_what_is_posted_beside_a_stream_is_doubted_and_has_no_number(bench: Benc
     assert (source.state, bench.depth()) == (SourceState.DEGRADED, 3)
     assert "beside its stream" in source.cause
     bench.post(AllBlocksCleared())
-    assert source.state is SourceState.DEGRADED, "nor is a clear its engine's"
+    assert bench.state() is SourceState.DEGRADED, "nor is a clear its engine's"
     bench.service.reset_source("a", 0, restarted=True)
-    assert source.state is SourceState.LIVE
+    assert bench.state() is SourceState.LIVE
+
+
+def test_a_first_batch_that_said_nothing_usable_and_comes_again_is_no_restart(bench: Bench) -> None:
+    def first() -> BatchResult:
+        return bench.service.post("a", batch(ignored=1), model="m", dp_rank=0, seq=0, lora=None, digest=7)
+
+    first()
+    bench.post(stored(0), seq=1)
+    assert first().duplicate
+    assert (bench.depth(), bench.service.pod("a").sources[0].restarts) == (1, 0)
 
 
 def test_gap_degrades_until_the_engine_clears(bench: Bench) -> None:

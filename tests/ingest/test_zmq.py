@@ -21,8 +21,10 @@ from app.errors import UnknownPod
 from app.events import AllBlocksCleared, EventBatch
 from app.ingest.actions import Action, Deliver, Reset
 from app.ingest.feed import Feed, QueueLimits, Stream
-from app.ingest.receiver import FollowedPod, Receiver, SocketLimits
+from app.ingest.receiver import Receiver
 from app.ingest.sequence import SequenceLimits
+from app.ingest.sockets import SocketLimits
+from app.ingest.subscription import FollowedPod
 from app.ingest.vllm import decode_batch
 from app.ingest.zmq import ZmqIngest, ZmqSettings
 from app.pods import PodSpec, SourceState

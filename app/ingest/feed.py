@@ -26,11 +26,15 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from app.errors import IndexerError, UnreadableBatch
-from app.events import EventBatch
+from app.events import EventBatch, RejectedEvent
 from app.ingest.actions import Action, Deliver, Report, Reset
+from app.ingest.wire_fields import Reject
 from app.pods import SourceState
 
 logger = logging.getLogger(__name__)
+
+# Whoever is told of such an event by HTTP can mend it. A stream goes on, and what it may have taken away would stay.
+_MAY_HIDE_A_REMOVAL = frozenset({Reject.UNREADABLE, Reject.MISSING_FIELD, Reject.BAD_FIELD, Reject.BAD_HASH})
 
 
 class Decode(Protocol):
@@ -237,6 +241,15 @@ class Feed:
         else:
             self._writer.apply(stream.pod, stream.dp_rank, batch, seq=delivery.seq, digest=delivery.digest)
             self.counters.batches_applied += 1
+            if batch.rejected:
+                self._doubt(stream, delivery.seq, batch.rejected)
+
+    def _doubt(self, stream: Stream, seq: int, rejected: tuple[RejectedEvent, ...]) -> None:
+        for event in rejected:
+            if event.reason in _MAY_HIDE_A_REMOVAL:
+                cause = f"event {event.index} of batch {seq} cannot be read: {event.detail}"
+                self._report(stream, Report(SourceState.DEGRADED, cause=cause))
+                return
 
     def _report(self, stream: Stream, report: Report) -> None:
         stream.cause = report.cause

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 import zmq
 
@@ -496,6 +497,36 @@ def test_what_cannot_be_read_degrades_until_a_clear(publishers: Callable[..., Pu
             assert at.ingest.counters()["batches_unreadable"] == 1
             publisher.publish_payload(payload_of(4, cleared=True))
             await at.until_state(SourceState.LIVE)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("event", "state"),
+    [
+        ({"type": "BlockRemoved", "block_hashes": "what?", "medium": "GPU"}, SourceState.DEGRADED),
+        ({"type": "AllBlocksCleared", "medium": "CPU"}, SourceState.DEGRADED),
+        ({"type": "SomethingNew", "block_hashes": [1]}, SourceState.LIVE),
+        ({"type": "BlockRemoved", "block_hashes": [1], "medium": "a tier of its own"}, SourceState.LIVE),
+    ],
+)
+def test_an_event_that_may_have_taken_blocks_away_degrades_when_it_cannot_be_read(
+    publishers: Callable[..., Publisher], event: dict[str, object], state: SourceState
+) -> None:
+    publisher = publishers()
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(publisher))
+            publisher.publish(2)
+            await at.until_exact(publisher)
+            publisher.publish_payload(msgspec.msgpack.encode([1.0, [event], 0]))
+            publisher.publish(1)
+            await at.until(lambda: at.ledger.entry().seqs == [0, 1, 2, 3], "the stream goes on")
+            assert at.ledger.state() is state
+            publisher.publish_payload(payload_of(4, cleared=True))
+            await at.until(lambda: at.ledger.entry().seqs[-1] == 4, "a clear makes up for it")
+            assert at.ledger.state() is SourceState.LIVE
 
     asyncio.run(run())
 

@@ -578,9 +578,13 @@ def test_what_is_there_all_the_while_is_found_though_the_index_changes(
             assert prefix_hash not in of_window, "a block is found once"
             of_window[prefix_hash] = (distance, bool(exact))
     now = pair.reference.blocks.keys()
-    for window, block in enumerate(prompt):
-        here = found.get(window, {})
-        all_near = {m.prefix_hash: (m.distance, m.exact) for m in pair.reference.matches(block, 8, now)}
+    expected = {
+        window.token_offset // BLOCK: {m.prefix_hash: (m.distance, m.exact) for m in window.matches}
+        for window in pair.reference.grid(list(itertools.chain.from_iterable(prompt)), 8, now)
+    }
+    assert expected.keys() >= found.keys()
+    for window in range(queries):
+        here, all_near = found.get(window, {}), expected.get(window, {})
         assert here.keys() <= all_near.keys(), "only what is there when it is taken"
         assert all(all_near[prefix_hash] == match for prefix_hash, match in here.items())
         assert all_near.keys() & throughout <= here.keys()

@@ -17,7 +17,9 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 # Two things at a time, each as soon as it can: the two builds of the core, installing, and mypy take one core for long.
+# (Not told to what runs in a recipe: ninja would take it for its own bound.)
 MAKEFLAGS += --jobs=2
+unexport MAKEFLAGS
 
 .PHONY: demo serve test suite sanitize check bench soak audit sbom fmt clean
 

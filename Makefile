@@ -64,7 +64,7 @@ $(SANITIZED_STAMP): $(VENV)/.built-with $(NATIVE)
 
 sanitize: $(STAMP) $(DEV) $(SANITIZED_STAMP)
 	$(SANITIZERS) $(PYTEST) -q $(NATIVE_TESTS)
-	$(SANITIZERS) PYTHONMALLOC=malloc RAW_BYTES_EXAMPLES=250 $(PYTEST) -q tests/test_raw_bytes.py
+	$(SANITIZERS) PYTHONMALLOC=malloc RAW_BYTES_EXAMPLES=250 $(PYTEST) -q --numprocesses 2 tests/test_raw_bytes.py
 
 bench: $(STAMP) $(DEV)
 	$(BIN)/python -m benchmarks.prefix_index

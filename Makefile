@@ -12,10 +12,12 @@ CPP_FILES := $(wildcard native/*.hpp native/*.cpp)
 INSTALL := $(BIN)/python -m pip install --quiet
 # Tests start hundreds of processes: without byte code each of them would compile the whole package once more.
 unexport PYTHONDONTWRITEBYTECODE
-# Tests wait for processes and sockets a third of their time: four workers keep two cores busy. Each has a stretch of the
-# tests, and who is done takes the second half of what another has left: no core waits for the longest file.
+# Tests wait for processes and sockets a third of their time: four workers keep two cores busy; what only computes has one
+# for a core. Each has a stretch of the tests, and who is done takes half of what another has left: no core waits for the
+# longest file.
 WORKERS ?= 4
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+CORES := $(shell nproc)
+PYTEST := $(BIN)/python -m pytest --dist worksteal --numprocesses
 # Two things at a time, each as soon as it can: the two builds of the core, installing, and mypy take one core for long.
 # (Not told to what runs in a recipe: ninja would take it for its own bound.)
 MAKEFLAGS += --jobs=2
@@ -49,7 +51,7 @@ serve: $(STAMP)
 # `test` is `suite` once `sanitize` is done: tests have deadlines, so these two do not run side by side.
 test: sanitize
 test suite: $(STAMP) $(DEV)
-	$(PYTEST)
+	$(PYTEST) $(WORKERS)
 
 # The native core and all that calls it directly, under the address and undefined-behaviour sanitizers.
 SANITIZED := build/sanitize
@@ -63,8 +65,8 @@ $(SANITIZED_STAMP): $(VENV)/.built-with $(NATIVE)
 	@touch $@
 
 sanitize: $(STAMP) $(DEV) $(SANITIZED_STAMP)
-	$(SANITIZERS) $(PYTEST) -q $(NATIVE_TESTS)
-	$(SANITIZERS) PYTHONMALLOC=malloc RAW_BYTES_EXAMPLES=250 $(PYTEST) -q --numprocesses 2 tests/test_raw_bytes.py
+	$(SANITIZERS) $(PYTEST) $(CORES) -q $(NATIVE_TESTS)
+	$(SANITIZERS) PYTHONMALLOC=malloc RAW_BYTES_EXAMPLES=250 $(PYTEST) $(CORES) -q tests/test_raw_bytes.py
 
 bench: $(STAMP) $(DEV)
 	$(BIN)/python -m benchmarks.prefix_index

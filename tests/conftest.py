@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -20,6 +21,9 @@ from tests.ingest.publisher import Publisher
 if "CI" not in os.environ:
     settings.register_profile("unhurried", deadline=None)
     settings.load_profile("unhurried")
+
+# What a shell starts in the background ignores SIGINT, and hands that down: tests interrupt what they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _use_core(path: str) -> None:

@@ -206,8 +206,11 @@ def test_whatever_holds_bytes_is_read() -> None:
 
 
 scalars = st.none() | st.booleans() | integers | st.floats(allow_nan=False) | st.text() | st.binary()
+# From 16 on a container has another header: those hold scalars here, or nearly all the time would go into drawing trees.
+containers = st.lists(scalars, max_size=20) | st.dictionaries(st.text(max_size=9), scalars, max_size=20)
 values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(), inner, max_size=20)
+    scalars | containers,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
 )
 
 

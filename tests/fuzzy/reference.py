@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Sequence, Set
 
@@ -28,15 +29,18 @@ def simhash(tokens: Sequence[int], shingle: int = 1) -> int:
         words.append(word)
     if len(words) % 2 == 0:
         words.append(max(words))
-    result = 0
-    for bit in range(64):
-        if sum(word >> bit & 1 for word in words) > len(words) // 2:
-            result |= 1 << bit
-    return result
+    columns = zip(*(f"{word:064b}" for word in words), strict=True)
+    return int("".join("1" if column.count("1") > len(words) // 2 else "0" for column in columns), 2)
 
 
 def content_hash(tokens: Sequence[int]) -> int:
     return xxhash.xxh64_intdigest(array("I", tokens).tobytes())
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def hashes(tokens: tuple[int, ...], shingle: int) -> tuple[int, int]:
+    """Remembered from test to test: many begin with the same blocks, and bit by bit is slow."""
+    return simhash(tokens, shingle), content_hash(tokens)
 
 
 class ReferenceIndex:
@@ -46,28 +50,30 @@ class ReferenceIndex:
         self.block_size = block_size
         self.shingle = shingle
         self.blocks: dict[int, tuple[int, ...]] = {}
-        self._hashes: dict[tuple[int, ...], tuple[int, int]] = {}
-
-    def hashes(self, tokens: Sequence[int]) -> tuple[int, int]:
-        key = tuple(tokens)
-        if key not in self._hashes:
-            self._hashes[key] = simhash(key, self.shingle), content_hash(key)
-        return self._hashes[key]
 
     def matches(self, tokens: Sequence[int], max_distance: int, usable: Set[int]) -> list[Match]:
-        query, content = self.hashes(tokens)
-        found = []
-        for prefix_hash, stored in self.blocks.items():
-            stored_simhash, stored_content = self.hashes(stored)
-            distance = (query ^ stored_simhash).bit_count()
-            if distance <= max_distance and prefix_hash in usable:
-                found.append(Match(prefix_hash, distance, stored_content == content))
+        return self._matches(tuple(tokens), max_distance, self._rows(usable))
+
+    def _rows(self, usable: Set[int]) -> list[tuple[int, int, int]]:
+        """Every usable block: its prefix hash, its SimHash, its content hash."""
+        return [(p, *hashes(block, self.shingle)) for p, block in self.blocks.items() if p in usable]
+
+    def _matches(
+        self, tokens: tuple[int, ...], max_distance: int, rows: list[tuple[int, int, int]]
+    ) -> list[Match]:
+        query, content = hashes(tokens, self.shingle)
+        found = [
+            Match(prefix_hash, (query ^ stored).bit_count(), stored_content == content)
+            for prefix_hash, stored, stored_content in rows
+            if (query ^ stored).bit_count() <= max_distance
+        ]
         return sorted(found, key=lambda match: (not match.exact, match.distance, match.prefix_hash))
 
     def grid(self, tokens: Sequence[int], max_distance: int, usable: Set[int]) -> list[Window]:
+        rows = self._rows(usable)
         windows = []
         for offset in range(0, len(tokens) - self.block_size + 1, self.block_size):
-            matches = self.matches(tokens[offset : offset + self.block_size], max_distance, usable)
+            matches = self._matches(tuple(tokens[offset : offset + self.block_size]), max_distance, rows)
             if matches:
                 windows.append(Window(offset, tuple(matches)))
         return windows

@@ -402,6 +402,14 @@ def test_a_dump_that_is_refused_changes_nothing_before(indexer: Indexer, fields:
     assert len(list(indexer.service.listing())) == 0
 
 
+async def listing_begins(indexer: Indexer, bytes_before: int) -> None:
+    for _ in range(1_000):
+        if indexer.service.stats()["index"]["bytes"] > bytes_before:
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("nothing was listed")
+
+
 def test_a_dump_whose_sender_goes_away_is_not_taken_in_part(indexer: Indexer) -> None:
     blocks = 3 * LISTED_A_SLICE
     indexer.events(stored(list(range(blocks)), list(range(4 * blocks))))
@@ -409,8 +417,7 @@ def test_a_dump_whose_sender_goes_away_is_not_taken_in_part(indexer: Indexer) ->
 
     async def leave() -> None:
         post = asyncio.create_task(indexer.client.post("/v1/events", json=body))
-        while indexer.service.stats()["index"]["bytes"] == before:
-            await asyncio.sleep(0)
+        await listing_begins(indexer, before)
         assert not post.done()
         post.cancel()
         await asyncio.wait([post])
@@ -430,8 +437,7 @@ def test_what_others_tell_while_a_dump_waits_is_kept(indexer: Indexer) -> None:
 
     async def overtake() -> tuple[Any, Any]:
         dump = asyncio.create_task(indexer.client.post("/v1/events", json={**body, "events": [prefixes()]}))
-        while indexer.service.stats()["index"]["bytes"] == before:
-            await asyncio.sleep(0)
+        await listing_begins(indexer, before)
         told = await indexer.client.post("/v1/events", json={**body, "events": [stored([7], TOKENS[:4])]})
         assert not dump.done()
         return told.json(), (await dump).json()

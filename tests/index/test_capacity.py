@@ -151,6 +151,23 @@ def test_full_context_gives_up_what_was_seen_longest_ago(
         assert not (stats.evicted_in_all if limits == IN_ONE else stats.evicted)
 
 
+@pytest.mark.parametrize("bound", [CAPACITY, 1_500], ids=["each looked at", "some looked at"])
+def test_a_full_context_takes_nothing_from_others(bound: int) -> None:
+    """Though what they hold was seen longer ago, and lies between what it holds itself."""
+    index = PrefixIndex(IndexLimits(ttl_ticks=0, prefixes_per_context_max=bound))
+    source = index.add_source()
+    quiet, full = (index.context(model, None, 1, 0) for model in ("quiet", "full"))
+    for block in range(bound // 2):
+        store_block(index, source, quiet, block, 0)
+        store_block(index, source, full, block, 1)
+    for block in range(bound // 2, 4 * bound):
+        store_block(index, source, full, block, 2 + block)
+    assert index.stats().evicted >= 3 * bound
+    held = {context.model: context.prefixes for context in index.contexts()}
+    assert held["quiet"] == bound // 2
+    assert 0 < held["full"] <= bound
+
+
 def test_what_a_dropped_context_left_makes_room() -> None:
     """Its entries count until they are swept, and go with what was seen longest ago; only the others are evictions."""
     index = PrefixIndex(IndexLimits(ttl_ticks=0, contexts_max=2, prefixes_max=2_000))
@@ -191,7 +208,7 @@ def test_what_a_dropped_context_left_makes_room() -> None:
 
 
 def restored(limits: IndexLimits, blocks: int, *, copies: int) -> tuple[PrefixIndex, int, int]:
-    """What is left within these limits of a snapshot of blocks, the first of them seen longest ago; source and context."""
+    """What these limits leave of a snapshot of blocks, the first of them seen longest ago; source and context."""
     index = PrefixIndex(IndexLimits(ttl_ticks=0))
     source, context = index.add_source(), index.context("m", None, 1, 0)
     for block in range(blocks):

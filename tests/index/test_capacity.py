@@ -6,7 +6,6 @@ each is held to the rule, with the test keeping the book of what was last seen w
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import struct
 from collections.abc import Callable
@@ -260,12 +259,13 @@ def test_what_was_evicted_from_a_snapshot_leaves_no_copies(limits: IndexLimits) 
     assert not index.match_tokens(context, struct.pack("<I", 0), None, blocks)
 
 
-@pytest.mark.parametrize("bound", ["prefixes_per_context_max", "prefixes_max"])
-def test_a_snapshot_takes_no_room_for_what_will_be_evicted(bound: str) -> None:
-    blocks = 20_000
+@pytest.mark.parametrize("both", [(20_000, 10**8), (10**8, 20_000)], ids=["in-one", "in-all"])
+def test_a_snapshot_takes_no_room_for_what_will_be_evicted(both: tuple[int, int]) -> None:
+    blocks, (in_one, in_all) = min(both), both
 
     def taken(expected: int) -> int:
-        index = PrefixIndex(dataclasses.replace(IndexLimits(ttl_ticks=0), **{bound: blocks}))
+        limits = IndexLimits(ttl_ticks=0, prefixes_per_context_max=in_one, prefixes_max=in_all)
+        index = PrefixIndex(limits)
         source, context = index.add_source(), index.context("m", None, 1, 0)
         index.start_import(saved_at=0, elapsed=0, now=0).expect(other_names=0, entries={context: expected})
         index.list_all(1, 0)

@@ -26,9 +26,9 @@ from app.fuzzy.fuzzy_index import FuzzyIndex
 from app.fuzzy_queries import fuzzy_index
 from app.index.prefix_index import PrefixIndex
 from app.ingest.feed import QueueLimits
-from app.ingest.receiver import SocketLimits
 from app.ingest.registry import parse_pod, read_pods_file
 from app.ingest.sequence import SequenceLimits
+from app.ingest.sockets import SocketLimits
 from app.ingest.vllm import decode_batch
 from app.ingest.zmq import ZmqIngest, ZmqSettings
 from app.key_ring import key_ring

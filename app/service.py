@@ -202,7 +202,8 @@ class IndexerService:
         a source is taken as it is; one that was seen changes nothing, save 0 with another `digest` (any hash of
         what was sent) than before: then the engine restarted, and what it held is forgotten first. One past the
         next says that batches were lost, and the source is degraded; so it is when the sender says that its
-        picture is `incomplete`.
+        picture is `incomplete`. For a pod that is followed `seq` is not looked at, since the numbers are its stream's,
+        and what is said of the GPU tier beside that stream degrades the source.
         Raises, with nothing changed: InvalidInput for an unknown pod without a model and for another model
         than the pod's; LimitExceeded; BatchRejected when events were sent and every one of them is bad.
         """
@@ -365,15 +366,15 @@ class IndexerService:
     ) -> None:
         """What the ingest learned of a stream; `gaps` and `replays` are added to the counters.
 
-        DEGRADED says that batches were lost for good: it stays until a reset, or a clear that makes the
-        picture true (see app/registry.py), and LIVE says only that the stream is whole from here on.
+        DEGRADED says that batches were lost for good, and nothing of the stream, which may go on with its replay: it
+        stays until a reset, or a clear that makes the picture true (see app/registry.py). LIVE says only that the
+        stream is whole from here on.
         """
         source = self._registry.source(pod, dp_rank)
         source.gaps += gaps
         source.replays += replays
         if state is SourceState.DEGRADED:
             self._registry.lose(source, cause)
-            self._registry.set_stream(source, SourceState.LIVE, cause)
         else:
             self._registry.set_stream(source, state, cause)
 

@@ -264,6 +264,35 @@ def test_batch_seen_before_changes_nothing(bench: Bench) -> None:
     assert bench.depth() == 0  # the copies were not counted twice
 
 
+def test_what_is_posted_beside_a_stream_is_doubted_and_has_no_number(bench: Bench) -> None:
+    """A dump of another indexer, say: what it tells may be gone by now, and the stream will not take it back."""
+    bench.service.register(PodSpec(name="a", model="m", zmq_endpoint="tcp://one:5557"))
+    bench.service.apply("a", 0, batch(stored(0, 2)), seq=6, digest=66)
+    bench.post(stored(0, tier=Tier.CPU), seq=2)
+    source = bench.service.pod("a").sources[0]
+    assert bench.state() is SourceState.LIVE, "a connector's own tier is not the stream's"
+    bench.post(seq=9)
+    assert (source.state, source.gaps, source.duplicates) == (SourceState.LIVE, 0, 0)
+    assert bench.service.position("a", 0) == (6, 66)
+    bench.post(stored(2))
+    assert (source.state, bench.depth()) == (SourceState.DEGRADED, 3)
+    assert "beside its stream" in source.cause
+    bench.post(AllBlocksCleared())
+    assert bench.state() is SourceState.DEGRADED, "nor is a clear its engine's"
+    bench.service.reset_source("a", 0, restarted=True)
+    assert bench.state() is SourceState.LIVE
+
+
+def test_a_first_batch_that_said_nothing_usable_and_comes_again_is_no_restart(bench: Bench) -> None:
+    def first() -> BatchResult:
+        return bench.service.post("a", batch(ignored=1), model="m", dp_rank=0, seq=0, lora=None, digest=7)
+
+    first()
+    bench.post(stored(0), seq=1)
+    assert first().duplicate
+    assert (bench.depth(), bench.service.pod("a").sources[0].restarts) == (1, 0)
+
+
 def test_gap_degrades_until_the_engine_clears(bench: Bench) -> None:
     bench.post(stored(0), seq=0)
     bench.post(stored(1), seq=3)
@@ -440,15 +469,26 @@ def test_loss_outlives_a_reconnect_and_down_outweighs_it(bench: Bench) -> None:
     bench.service.register(PodSpec(name="a", model="m", zmq_endpoint="tcp://one:5557"))
     say = bench.service.set_source_state
     seen = []
-    for state in (SourceState.CATCHING_UP, SourceState.DEGRADED, SourceState.DOWN, SourceState.LIVE):
+    for state in (SourceState.LIVE, SourceState.DEGRADED, SourceState.DOWN, SourceState.LIVE):
         say("a", 0, state, cause="test")
         seen.append(bench.state())
-    assert seen == [SourceState.CATCHING_UP, SourceState.DEGRADED, SourceState.DOWN, SourceState.DEGRADED]
+    assert seen == [SourceState.LIVE, SourceState.DEGRADED, SourceState.DOWN, SourceState.DEGRADED]
     say("a", 0, SourceState.LIVE, gaps=2, replays=3)
     source = bench.service.pod("a").sources[0]
     assert (source.gaps, source.replays) == (2, 3)
     bench.service.reset_source("a", 0, restarted=True)
     assert (source.state, source.restarts) == (SourceState.LIVE, 1)
+
+
+def test_a_clear_within_a_replay_that_lost_batches_does_not_end_the_replay(bench: Bench) -> None:
+    bench.service.register(PodSpec(name="a", model="m", zmq_endpoint="tcp://one:5557"))
+    bench.service.set_source_state("a", 0, SourceState.CATCHING_UP, cause="replay from 0")
+    bench.service.set_source_state("a", 0, SourceState.DEGRADED, cause="the replay no longer has 0..4")
+    assert bench.state() is SourceState.CATCHING_UP
+    bench.service.apply("a", 0, batch(AllBlocksCleared(), stored(0)), seq=5)
+    assert bench.state() is SourceState.CATCHING_UP, "there is more to come"
+    bench.service.set_source_state("a", 0, SourceState.LIVE, cause="the stream is whole from here on")
+    assert bench.state() is SourceState.LIVE
 
 
 def test_down_source_is_listed_with_its_state_until_it_is_reset(bench: Bench) -> None:
@@ -556,7 +596,7 @@ def test_the_cause_of_a_state_is_kept_with_it(bench: Bench, caplog: pytest.LogCa
     assert say(SourceState.DOWN, "no address") == (SourceState.DOWN, "no address")
     assert say(SourceState.DOWN, "no address") == (SourceState.DOWN, "no address")
     assert say(SourceState.CATCHING_UP, "replay") == (SourceState.CATCHING_UP, "replay")
-    assert say(SourceState.DEGRADED, "batch 3 is lost") == (SourceState.DEGRADED, "batch 3 is lost")
+    assert say(SourceState.DEGRADED, "batch 3 is lost") == (SourceState.CATCHING_UP, "replay")
     assert say(SourceState.LIVE, "whole from here on") == (SourceState.DEGRADED, "batch 3 is lost")
     bench.service.reset_source("a", 0, restarted=True)
     assert (source.state, source.cause) == (SourceState.LIVE, "whole from here on")

@@ -8,10 +8,11 @@ from app.pods import SourceState
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """The next batch of the stream: each number at most once between two resets, ascending."""
+    """The next batch of the stream, with its payload's digest: each number at most once between two resets, ascending."""
 
     seq: int
     payload: bytes
+    digest: int
 
 
 class Reset(msgspec.Struct, frozen=True):

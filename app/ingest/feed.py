@@ -6,8 +6,8 @@ them the loop has a round of its own, so that queries wait for a slice or two an
 Decoding happens in the drain: it needs the interpreter either way, and the thread keeps up with the sockets.
 
 Full means full: the thread stops reading, ZMQ's own queues fill, the publisher drops, and the gap is
-replayed. The bounds may be passed by what one input of a tracker sets free, which is what its source held
-back during a replay.
+replayed. The bounds may be passed by what one socket's turn brings (`SocketLimits`) and by what one input of a
+tracker sets free, which is what its source held back during a replay.
 
 No lock: each counter has one writing thread, and deque.append and popleft are atomic.
 
@@ -25,13 +25,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from app import hashing
 from app.errors import IndexerError, UnreadableBatch
-from app.events import EventBatch
+from app.events import EventBatch, RejectedEvent
 from app.ingest.actions import Action, Deliver, Report, Reset
+from app.ingest.wire_fields import Reject
 from app.pods import SourceState
 
 logger = logging.getLogger(__name__)
+
+# Whoever is told of such an event by HTTP can mend it. A stream goes on, and what it may have taken away would stay.
+_MAY_HIDE_A_REMOVAL = frozenset({Reject.UNREADABLE, Reject.MISSING_FIELD, Reject.BAD_FIELD, Reject.BAD_HASH})
 
 
 class Decode(Protocol):
@@ -226,19 +229,27 @@ class Feed:
             self._writer.reset_source(stream.pod, stream.dp_rank, restarted=action.restarted)
 
     def _apply(self, stream: Stream, delivery: Deliver) -> None:
-        digest = hashing.digest(delivery.payload)
         try:
             batch = self._decode(delivery.payload, block_size=stream.block_size)
         except UnreadableBatch as error:
             self.counters.batches_unreadable += 1
             # An empty batch in its place: its number has been seen, its content is lost.
             nothing = EventBatch(events=(), positions=())
-            self._writer.apply(stream.pod, stream.dp_rank, nothing, seq=delivery.seq, digest=digest)
+            self._writer.apply(stream.pod, stream.dp_rank, nothing, seq=delivery.seq, digest=delivery.digest)
             cause = f"batch {delivery.seq} cannot be read: {error}"
             self._report(stream, Report(SourceState.DEGRADED, cause=cause))
         else:
-            self._writer.apply(stream.pod, stream.dp_rank, batch, seq=delivery.seq, digest=digest)
+            self._writer.apply(stream.pod, stream.dp_rank, batch, seq=delivery.seq, digest=delivery.digest)
             self.counters.batches_applied += 1
+            if batch.rejected:
+                self._doubt(stream, delivery.seq, batch.rejected)
+
+    def _doubt(self, stream: Stream, seq: int, rejected: tuple[RejectedEvent, ...]) -> None:
+        for event in rejected:
+            if event.reason in _MAY_HIDE_A_REMOVAL:
+                cause = f"event {event.index} of batch {seq} cannot be read: {event.detail}"
+                self._report(stream, Report(SourceState.DEGRADED, cause=cause))
+                return
 
     def _report(self, stream: Stream, report: Report) -> None:
         stream.cause = report.cause

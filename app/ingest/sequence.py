@@ -76,6 +76,7 @@ class _Purpose(enum.Enum):
 @dataclasses.dataclass(slots=True)
 class _Replay:
     purpose: _Purpose
+    start_seq: int
     deadline_s: float | None = None  # none before the request is sent
     replies: int = 0
     anchored: bool = False  # a reply at or after the place that was asked for has come
@@ -106,6 +107,7 @@ class SequenceTracker:
         self._last: int | None = None  # newest number delivered, or given up
         self._last_digest: int | None = None
         self._newest_live: int | None = None  # newest number seen on the live stream of this incarnation
+        self._newest_live_digest: int | None = None
         self._digests = DigestRing(limits.digests)
         self._held = HeldBatches(limits.held_batches_max, budget)
         self._replay: _Replay | None = None
@@ -119,7 +121,8 @@ class SequenceTracker:
         self._unverified = False  # reconnected, and not yet known to be the same incarnation
         self._silent = False  # the replay socket left a whole catch-up unanswered
         if resume_at is not None:
-            self._last, self._last_digest = self._newest_live, _ = resume_at
+            self._last, self._last_digest = resume_at
+            self._newest_live, self._newest_live_digest = resume_at
             self._digests.put(*resume_at)
 
     @property
@@ -131,6 +134,10 @@ class SequenceTracker:
     def on_connected(self, now: float) -> list[Action]:
         self._down_since_s = None
         if self._replay_endpoint:
+            # What was held may be another incarnation's. The replay that is asked for now has all that is this one's.
+            self._held.clear()
+            if self._is_behind():
+                self._newest_live, self._newest_live_digest = self._last, self._last_digest
             self._unverified = self._last is not None
             self._catch_up(now, cause="connected")
         else:
@@ -139,8 +146,8 @@ class SequenceTracker:
                 SourceState.CATCHING_UP,
                 cause="connected without a replay endpoint: the next batch shows whether any is missing",
             )
-            for seq, payload in self._held.take_all():
-                self._accept(seq, payload, now)
+            for batch in self._held.take_all():
+                self._accept(batch, now)
         return self._take()
 
     def on_disconnected(self, now: float, cause: str) -> list[Action]:
@@ -151,23 +158,21 @@ class SequenceTracker:
         return self._take()
 
     def on_live(self, seq: int, payload: bytes, now: float) -> list[Action]:
-        digest = hashing.digest(payload)
-        seen = self._digests.get(seq)
-        if seen == digest:
+        batch = Deliver(seq, payload, hashing.digest(payload))
+        seen = self._seen(seq)
+        newest_live = self._newest_live
+        if seen == batch.digest:
             self._counters.duplicates += 1
-        elif seen is not None or (self._newest_live is not None and seq <= self._newest_live):
-            self._restart(
-                now, f"live batch {seq} came after {self._newest_live}", first=(seq, payload, digest)
-            )
+        elif seen is not None or (newest_live is not None and seq <= newest_live):
+            self._restart(now, f"live batch {seq} came after {newest_live}", first=batch)
         else:
-            self._newest_live = seq
+            self._newest_live, self._newest_live_digest = seq, batch.digest
             if self._last is not None and seq <= self._last:
-                self._counters.duplicates += (
-                    1  # the live stream lags behind the replay that already brought this one
-                )
+                # The live stream lags behind the replay that already brought this one.
+                self._counters.duplicates += 1
             else:
-                self._digests.put(seq, digest)
-                self._accept(seq, payload, now)
+                self._digests.put(seq, batch.digest)
+                self._accept(batch, now)
         return self._take()
 
     def on_replay_sent(self, now: float) -> None:
@@ -185,16 +190,17 @@ class SequenceTracker:
             self._heal(replay, seq, now)
             if self._replay is None:
                 return self._take()
-        digest = hashing.digest(payload)
-        seen = self._last_digest if seq == self._last else self._digests.get(seq)
-        if seen is not None and seen != digest:
+        batch = Deliver(seq, payload, hashing.digest(payload))
+        seen = self._seen(seq)
+        if seen is not None and seen != batch.digest:
             self._restart(now, f"replayed batch {seq} is not the one seen before")
             return self._take()
-        if not replay.anchored and (self._last is None or seq >= self._last):
+        if not replay.anchored and seq >= replay.start_seq:
             replay.anchored = True
-            self._first_reply(seq)
+            if self._last is None or seq >= self._last:  # else live batches have overtaken it
+                self._first_reply(seq)
         if self._last is None or seq > self._last:
-            self._new_reply(replay, seq, payload, digest, now)
+            self._new_reply(replay, batch, now)
         return self._take()
 
     def on_replay_end(self, now: float) -> list[Action]:
@@ -237,15 +243,16 @@ class SequenceTracker:
 
     # -- the live stream
 
-    def _accept(self, seq: int, payload: bytes, now: float) -> None:
+    def _accept(self, batch: Deliver, now: float) -> None:
         """A live batch that is new to us."""
         if self._phase in (_Phase.DOWN, _Phase.CATCHING_UP):
             self._live_seen = self._phase is _Phase.CATCHING_UP
-            self._held.put(seq, payload)
+            self._held.put(batch)
             return
+        seq = batch.seq
         if seq != self._expected():
             if self._replay_endpoint and not self._silent:
-                self._held.put(seq, payload)
+                self._held.put(batch)
                 self._catch_up(now, cause=f"batches {self._expected()}..{seq - 1} are missing", gaps=1)
                 self._live_seen = True
                 return
@@ -257,9 +264,9 @@ class SequenceTracker:
         self._phase = _Phase.LIVE
         if not self._silent:
             self._probe_at_s = now + self._limits.probe_interval_s
-        self._deliver(seq, payload)
+        self._deliver(batch)
 
-    def _restart(self, now: float, cause: str, first: tuple[int, bytes, int] | None = None) -> None:
+    def _restart(self, now: float, cause: str, first: Deliver | None = None) -> None:
         """Another incarnation speaks, `first` being its first live batch that came here."""
         self._reset(restarted=True, cause=cause)
         self._abandon_replay()
@@ -270,10 +277,9 @@ class SequenceTracker:
         elif self._phase is not _Phase.DOWN:
             self._catch_up(now, cause="the engine restarted", not_before_s=wait_until_s)
         if first is not None:
-            seq, payload, digest = first
-            self._newest_live = seq
-            self._digests.put(seq, digest)
-            self._accept(seq, payload, now)
+            self._newest_live, self._newest_live_digest = first.seq, first.digest
+            self._digests.put(first.seq, first.digest)
+            self._accept(first, now)
 
     # -- the replay
 
@@ -294,8 +300,8 @@ class SequenceTracker:
 
     def _request(self, purpose: _Purpose, cause: str = "") -> None:
         self._retry_at_s = None
-        self._replay = _Replay(purpose)
         start_seq = 0 if self._last is None or purpose is _Purpose.HEAL else self._last
+        self._replay = _Replay(purpose, start_seq)
         if purpose is _Purpose.CATCH_UP:
             self._report(
                 SourceState.CATCHING_UP, replays=1, cause=f"{cause or 'resumed'}: replay from {start_seq}"
@@ -311,30 +317,34 @@ class SequenceTracker:
             self._reset(
                 restarted=True, cause=f"reconnected, and batch {last} is no longer there to compare with"
             )
-        elif last is not None and seq == last + 1:
-            # In number nothing is missing, but these may be the numbers of another incarnation.
+        elif last is not None and seq > last:
+            # Even where in number nothing is missing: these may be the numbers of another incarnation.
             cause = f"batch {last} is no longer there to compare with"
             self._report(SourceState.DEGRADED, cause=cause)
         self._unverified = False
         if seq > self._expected():
             self._lose_up_to(seq, "the replay no longer has them")
 
-    def _new_reply(self, replay: _Replay, seq: int, payload: bytes, digest: int, now: float) -> None:
-        self._digests.put(seq, digest)
+    def _new_reply(self, replay: _Replay, batch: Deliver, now: float) -> None:
+        seq = batch.seq
+        meets = False  # only a batch that came both ways shows that replay and live stream are of one engine
+        self._digests.put(seq, batch.digest)
         if seq == self._expected():
             replay.progressed = True
-            self._held.pop(seq)
-            self._deliver(seq, payload)
-        elif not self._held.has(seq):
-            self._held.put(seq, payload)  # replies in between were dropped; the next round brings them
+            meets = self._held.pop(seq) is not None
+            self._deliver(batch)
+        elif self._held.get(seq) is None:
+            self._held.put(batch)  # replies in between were dropped; the next round brings them
         if self._phase is _Phase.LIVE:
             self._phase = _Phase.CATCHING_UP
             self._futile_rounds = 0
             self._live_seen = False
             replay.purpose = _Purpose.CATCH_UP
             self._report(SourceState.CATCHING_UP, gaps=1, replays=1, cause=f"batch {seq} never came live")
-        elif self._release() and self._live_seen and not self._is_behind():
-            self._go_live(now)
+        elif meets:
+            self._release()
+            if self._live_seen and not self._is_behind():
+                self._go_live(now)
 
     def _last_is_absent(self, now: float) -> None:
         """The engine answered, and does not know the last batch: said twice, it is another incarnation."""
@@ -354,7 +364,8 @@ class SequenceTracker:
 
     def _end_round(self, replay: _Replay, now: float, *, ended: bool) -> None:
         """A round is over, by its end marker or by silence: done, again, or given up."""
-        self._release()
+        if not self._unverified:  # else the numbers that fit may be those of another incarnation
+            self._release()
         if ended and not self._is_behind():
             self._go_live(now)
             return
@@ -371,7 +382,12 @@ class SequenceTracker:
 
     def _give_up(self, now: float) -> None:
         why = "the replay endpoint is silent" if self._silent else "the replay does not have them"
-        if self._silent and not self._is_behind():
+        if self._unverified:
+            self._unverified = False
+            cause = f"nobody can tell whether this is still the engine of batch {self._last}: {why}"
+            self._report(SourceState.DEGRADED, cause=cause)
+            self._release()
+        elif self._silent and not self._is_behind():
             self._report(
                 SourceState.DEGRADED, cause=f"nothing is known of batches from {self._expected()} on: {why}"
             )
@@ -407,35 +423,46 @@ class SequenceTracker:
     def _expected(self) -> int:
         return 0 if self._last is None else self._last + 1
 
+    def _seen(self, seq: int) -> int | None:
+        """Digest of the batch that came under this number, as far as it is remembered: the ring forgets, and a number
+        of which nothing is known counts as new."""
+        if seq == self._last:
+            return self._last_digest
+        if seq == self._newest_live:
+            return self._newest_live_digest
+        held = self._held.get(seq)
+        return self._digests.get(seq) if held is None else held.digest
+
     def _is_behind(self) -> bool:
         newest_live = self._newest_live
         return bool(self._held) or (newest_live is not None and newest_live >= self._expected())
 
-    def _deliver(self, seq: int, payload: bytes) -> None:
-        self._last = seq
-        self._last_digest = hashing.digest(payload)
-        self._actions.append(Deliver(seq, payload))
+    def _deliver(self, batch: Deliver) -> None:
+        self._last, self._last_digest = batch.seq, batch.digest
+        self._actions.append(batch)
 
     def _release(self) -> int:
         """Deliver what is held as far as it is contiguous; returns how many."""
         released = 0
-        while (payload := self._held.pop(self._expected())) is not None:
-            self._deliver(self._expected(), payload)
+        while (batch := self._held.pop(self._expected())) is not None:
+            self._deliver(batch)
             released += 1
         return released
 
     def _lose_up_to(self, seq: int, why: str) -> None:
         """Give up what is missing below `seq`; what is held from below it is delivered."""
-        cause = f"batches are missing in {self._expected()}..{seq - 1}: {why}"
+        while self._held and (lowest := self._held.lowest()) < seq:
+            self._skip_to(lowest, why)
+            self._release()
+        self._skip_to(seq, why)
+
+    def _skip_to(self, seq: int, why: str) -> None:
+        """Over one hole, if there is one. Each is told in its place: a clear between two makes up for the first only."""
+        if seq <= self._expected():
+            return
+        cause = f"batches {self._expected()}..{seq - 1} are missing: {why}"
         self._report(SourceState.DEGRADED, gaps=0 if self._gap_counted else 1, cause=cause)
         self._gap_counted = False
-        while self._held and (lowest := self._held.lowest()) < seq:
-            self._skip_to(lowest)
-            self._release()
-        if self._expected() < seq:
-            self._skip_to(seq)
-
-    def _skip_to(self, seq: int) -> None:
         self._last = seq - 1 if seq > 0 else None
         self._last_digest = self._digests.get(seq - 1) if seq > 0 else None
 
@@ -448,8 +475,10 @@ class SequenceTracker:
         self._report(SourceState.LIVE, cause=_WHOLE)
 
     def _reset(self, *, restarted: bool, cause: str) -> None:
+        if self._phase is _Phase.LIVE:  # first, or for a moment an emptied picture passes for a whole one
+            self._report(SourceState.CATCHING_UP, cause=cause)
         self._actions.append(Reset(restarted, cause))
-        self._last = self._last_digest = self._newest_live = None
+        self._last = self._last_digest = self._newest_live = self._newest_live_digest = None
         self._digests.clear()
         self._held.clear()
         self._unverified = self._silent = False

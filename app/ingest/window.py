@@ -1,15 +1,15 @@
 """What a sequence tracker remembers: digests of the batches it saw, and live batches that must wait for a
 replay.
 
-Digests tell a frame that came twice from another batch with the same number, which is what a restarted
-engine sends. They are Python's own 64-bit SipHash of the payload: keyed per process, faster than any
-digest in hashlib for payloads of this size, and never stored or sent. A ring of plain arrays costs 16
-bytes a remembered batch.
+Digests (app/hashing.py) tell a frame that came twice from another batch with the same number, which is what a
+restarted engine sends. A ring of plain arrays costs 16 bytes a remembered batch.
 """
 
 from __future__ import annotations
 
 from array import array
+
+from app.ingest.actions import Deliver
 
 _NO_SEQ = 2**64 - 1  # ends a replay, so no batch has it
 
@@ -58,7 +58,7 @@ class HoldBudget:
 
 
 class HeldBatches:
-    """Payloads of one source by sequence number, bounded in number here and in bytes by the shared budget.
+    """Batches of one source by sequence number, bounded in number here and in bytes by the shared budget.
 
     A batch that finds no room is dropped: to its tracker it is one more gap, and the replay brings it.
     """
@@ -66,36 +66,36 @@ class HeldBatches:
     def __init__(self, batches_max: int, budget: HoldBudget) -> None:
         self._batches_max = batches_max
         self._budget = budget
-        self._payloads: dict[int, bytes] = {}
+        self._batches: dict[int, Deliver] = {}
 
     def __len__(self) -> int:
-        return len(self._payloads)
+        return len(self._batches)
 
-    def has(self, seq: int) -> bool:
-        return seq in self._payloads
+    def get(self, seq: int) -> Deliver | None:
+        return self._batches.get(seq)
 
-    def put(self, seq: int, payload: bytes) -> None:
-        assert seq not in self._payloads, "a batch is held once"
-        if len(self._payloads) < self._batches_max and self._budget.take(len(payload)):
-            self._payloads[seq] = payload
+    def put(self, batch: Deliver) -> None:
+        assert batch.seq not in self._batches, "a batch is held once"
+        if len(self._batches) < self._batches_max and self._budget.take(len(batch.payload)):
+            self._batches[batch.seq] = batch
         else:
             self._budget.overflows += 1
 
-    def pop(self, seq: int) -> bytes | None:
-        payload = self._payloads.pop(seq, None)
-        if payload is not None:
-            self._budget.give_back(len(payload))
-        return payload
+    def pop(self, seq: int) -> Deliver | None:
+        batch = self._batches.pop(seq, None)
+        if batch is not None:
+            self._budget.give_back(len(batch.payload))
+        return batch
 
     def lowest(self) -> int:
-        return min(self._payloads)
+        return min(self._batches)
 
-    def take_all(self) -> list[tuple[int, bytes]]:
-        held = sorted(self._payloads.items())
+    def take_all(self) -> list[Deliver]:
+        held = [batch for _, batch in sorted(self._batches.items())]
         self.clear()
         return held
 
     def clear(self) -> None:
-        for payload in self._payloads.values():
-            self._budget.give_back(len(payload))
-        self._payloads.clear()
+        for batch in self._batches.values():
+            self._budget.give_back(len(batch.payload))
+        self._batches.clear()

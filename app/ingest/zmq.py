@@ -22,8 +22,10 @@ from collections.abc import Callable, Iterator, Mapping
 from app.endpoints import Endpoint, rank_endpoints
 from app.errors import InvalidInput
 from app.ingest.feed import Decode, Feed, QueueLimits, Stream, Writer
-from app.ingest.receiver import FollowedPod, Receiver, SocketLimits
+from app.ingest.receiver import Receiver
 from app.ingest.sequence import SequenceLimits
+from app.ingest.sockets import SocketLimits
+from app.ingest.subscription import FollowedPod
 from app.ingest.vllm import decode_batch
 from app.pods import PodSpec, SourceState
 

@@ -26,7 +26,6 @@ from collections import Counter
 from collections.abc import Mapping, Set
 
 from app import _native, hashing
-from app.batches import sift
 from app.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -38,6 +37,7 @@ from app.events import (
     Tier,
 )
 from app.service import IndexerService
+from app.sifting import sift
 
 _UNTOUCHED, _KNOWN = 0, 1
 _VOTES_MAX = 65_535  # tokens of the largest block that has a SimHash

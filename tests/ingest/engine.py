@@ -79,6 +79,7 @@ class Bench:
                 assert action.seq == int(action.payload.split(b":")[1]), "a payload under another's number"
                 self.delivered.append(action.payload)
             elif isinstance(action, Reset):
+                assert self.state is not SourceState.LIVE, "an emptied picture passes for a whole one"
                 self.delivered = []
                 self.lost = False
                 self.resets.append(action)

@@ -49,7 +49,7 @@ class Bench:
 
     def put(self, *seqs: int) -> None:
         for seq in seqs:
-            self.feed.put(self.stream, Deliver(seq, payload_of(seq)))
+            self.feed.put(self.stream, Deliver(seq, payload_of(seq), digest=seq))
 
     async def rest(self) -> None:
         """Until the loop has nothing of the feed's left to do: it goes in single rounds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from app.ingest.actions import Deliver, Report
 from app.ingest.sequence import SequenceLimits
 from app.pods import SourceState
 from tests.ingest.engine import LIMITS, Bench, SimulatedEngine
@@ -56,6 +57,27 @@ def test_a_loss_spares_what_came_live_below_the_buffer() -> None:
     bench.answer()
     assert bench.delivered == bench.engine.batches[:3] + bench.engine.batches[4:]
     assert bench.lost
+
+
+def test_each_hole_is_told_in_its_place() -> None:
+    """What comes between two of them may be a clear, which makes up for the first and not for the second."""
+    bench = connected(3, engine=SimulatedEngine(buffer_batches=1))
+    bench.publish(1, lost=True)
+    bench.publish(1)
+    bench.publish(1, lost=True)
+    bench.publish(2)
+    actions = [
+        action
+        for seq, payload in bench.engine.replay(2)
+        for action in bench.tracker.on_replay(seq, payload, bench.now)
+    ]
+    told: list[int | str] = []
+    for action in actions:
+        if isinstance(action, Deliver):
+            told.append(action.seq)
+        elif isinstance(action, Report) and "are missing: " in action.cause:
+            told.append(action.cause.partition(" are missing: ")[0])
+    assert told == ["batches 3..3", 4, "batches 5..5", 6, 7]
 
 
 def test_a_restart_that_the_buffer_cannot_rule_out_is_told() -> None:
@@ -392,6 +414,76 @@ def test_live_batches_that_lag_behind_the_replay_are_no_restart() -> None:
     assert bench.resets == []
     bench.publish(1)
     assert bench.delivered == bench.engine.batches
+
+
+def test_a_live_batch_that_overtakes_the_reply_to_a_look_for_a_lost_tail_is_no_restart() -> None:
+    bench = connected(3)
+    bench.wait(LIMITS.probe_interval_s)
+    for _ in range(3):
+        under_way = bench.engine.replay(bench.requests[-1])
+        bench.publish(1)
+        if bench.request is not None:
+            bench.serve(under_way)
+        bench.wait(LIMITS.retry_delay_s)
+    assert bench.resets == []
+    assert bench.delivered == bench.engine.batches
+    assert bench.is_trusted()
+
+
+def test_held_batches_whose_numbers_fit_wait_for_the_proof_that_the_engine_is_the_same() -> None:
+    bench = connected(3)
+    bench.disconnect()
+    bench.engine.restart()
+    bench.publish(3, lost=True)
+    bench.connect()
+    bench.publish(1)  # number 3, just what would have come next
+    bench.wait(LIMITS.replay_timeout_s)  # the first request had no answer at all
+    assert bench.delivered == [b"0:0", b"0:1", b"0:2"]
+    bench.settle()
+    assert [reset.restarted for reset in bench.resets] == [True]
+    assert bench.delivered == bench.engine.batches
+    assert bench.is_trusted()
+
+
+def test_what_was_held_of_an_engine_is_not_its_successors() -> None:
+    bench = Bench()
+    bench.publish(2, lost=True)
+    bench.connect()
+    bench.publish(1)  # number 2 waits for a replay that does not come
+    bench.disconnect()
+    bench.engine.restart()
+    bench.publish(2, lost=True)
+    bench.connect()
+    bench.answer()
+    assert bench.delivered == bench.engine.batches
+    assert bench.is_trusted()
+
+
+def test_doubled_frames_that_the_replay_is_far_ahead_of_are_no_restart() -> None:
+    bench = Bench(limits=SequenceLimits(held_batches_max=16, digests=4))
+    frames = [bench.engine.publish() for _ in range(12)]
+    bench.connect()
+    bench.serve(bench.engine.replay(0)[:1] + bench.engine.replay(3), end=False)  # two replies were dropped
+    for frame in frames:
+        bench.live(*frame)
+        bench.live(*frame)
+    bench.settle()
+    assert bench.resets == []
+    assert bench.delivered == bench.engine.batches
+    assert bench.is_trusted()
+
+
+def test_an_engine_that_nobody_can_tell_from_another_is_not_trusted() -> None:
+    bench = connected(3)
+    bench.disconnect()
+    bench.connect()
+    bench.publish(2)
+    while bench.state is not SourceState.LIVE:
+        bench.wait(LIMITS.replay_timeout_s)
+    assert bench.lost
+    assert bench.delivered == bench.engine.batches, "the stream goes on"
+    assert (bench.gaps, bench.resets) == (0, [])
+    assert "nobody can tell" in next(r.cause for r in bench.reports if r.state is SourceState.DEGRADED)
 
 
 def test_replays_of_a_flapping_stream_are_spaced_out() -> None:

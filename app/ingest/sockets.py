@@ -1,0 +1,143 @@
+"""The receiver's ZMQ sockets: a SUB and its monitor per source, a DEALER per running replay, one poll over all of them.
+
+A DEALER is for one request: replies to a request that was given up die with its socket, unread. Whatever cannot be
+opened raises ZMQError and leaves nothing open. All of it can be thrown away at once (`close`), which does not depend on
+what is known of any single socket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import zmq
+
+from app.endpoints import Endpoint
+from app.ingest import handshakes
+from app.ingest.subscription import Subscription
+from app.ingest.vllm import build_replay_request
+
+_MONITORED = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_ACCEPTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | handshakes.FAILED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_DELAYED
+    | zmq.EVENT_CONNECT_RETRIED
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SocketLimits:
+    """Bounds and intervals of sockets and of the thread's rounds."""
+
+    live_queue_messages_max: int = 1_000  # ZMQ's receive queue of one live stream; the engine's own is larger
+    replay_queue_messages_max: int = 1_000  # of one replay
+    message_bytes_max: int = 64 * 1024 * 1024
+    held_bytes_max: int = 256 * 1024 * 1024  # live batches that wait for replays, all sources together
+    replays_max: int = 32  # replays that run at once; the others wait for their turn
+    heartbeat_interval_s: float = 5.0
+    heartbeat_timeout_s: float = 15.0
+    reconnect_interval_s: float = 0.1
+    reconnect_interval_s_max: float = 5.0
+    reopen_interval_s: float = 5.0
+    handshake_patience_s: float = 3.0  # from the connection to the end of its handshake
+    tick_interval_s: float = 0.1
+    reads_per_round_max: int = 128  # messages from one socket before the next has its turn
+    read_bytes_per_round_max: int = 1024 * 1024  # likewise; the message that passes it is read
+
+
+class Sockets:
+    """All calls on the receiver thread. `wake` is a descriptor that ends every wait when it has something to read."""
+
+    def __init__(self, limits: SocketLimits, wake: int) -> None:
+        self._limits = limits
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+        self._by_socket: dict[zmq.Socket[bytes], Subscription] = {}
+        self._poller = zmq.Poller()
+        self._wake_poller = zmq.Poller()
+        # pyzmq tells raw descriptors from sockets by type.
+        self._poller.register(wake, zmq.POLLIN)
+        self._wake_poller.register(wake, zmq.POLLIN)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def wait(self, timeout_ms: int | None) -> list[tuple[zmq.Socket[bytes], Subscription]]:
+        """Those that have something to read; [] after `timeout_ms` or a wake. The caller reads the wakes away."""
+        found = []
+        for item, _ in self._poller.poll(timeout_ms):
+            subscription = self._by_socket.get(item)
+            if subscription is not None:
+                found.append((item, subscription))
+        return found
+
+    def wait_for_wake(self, timeout_ms: int) -> None:
+        self._wake_poller.poll(timeout_ms)
+
+    def open_live(self, subscription: Subscription) -> None:
+        live = self._make(zmq.SUB, subscription.publisher)
+        try:
+            live.set(zmq.RCVHWM, self._limits.live_queue_messages_max)
+            live.set(zmq.HEARTBEAT_IVL, int(self._limits.heartbeat_interval_s * 1_000))
+            live.set(zmq.HEARTBEAT_TIMEOUT, int(self._limits.heartbeat_timeout_s * 1_000))
+            live.set(zmq.SUBSCRIBE, subscription.topic)
+            monitor = live.get_monitor_socket(_MONITORED)
+        except zmq.ZMQError:
+            live.close(0)
+            raise
+        subscription.live, subscription.monitor = live, monitor
+        self._register(live, subscription)
+        self._register(monitor, subscription)
+        try:
+            if subscription.publisher.binds:
+                live.bind(str(subscription.publisher))
+            else:
+                live.connect(str(subscription.publisher))
+        except zmq.ZMQError:
+            self.close_live(subscription)
+            raise
+
+    def close_live(self, subscription: Subscription) -> None:
+        if subscription.monitor is not None and subscription.live is not None:
+            subscription.live.disable_monitor()
+            self._unregister(subscription.monitor)
+            self._unregister(subscription.live)
+        subscription.live = subscription.monitor = None
+
+    def open_replay(self, subscription: Subscription, endpoint: Endpoint, start_seq: int) -> None:
+        """With the request on its way."""
+        dealer = subscription.dealer = self._make(zmq.DEALER, endpoint)
+        self._register(dealer, subscription)
+        try:
+            dealer.set(zmq.RCVHWM, self._limits.replay_queue_messages_max)
+            dealer.connect(str(endpoint))
+            dealer.send_multipart(build_replay_request(start_seq), zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self.close_replay(subscription)
+            raise
+
+    def close_replay(self, subscription: Subscription) -> None:
+        if subscription.dealer is not None:
+            self._unregister(subscription.dealer)
+            subscription.dealer = None
+
+    def _make(self, kind: int, endpoint: Endpoint) -> zmq.Socket[bytes]:
+        made = self._context.socket(kind)
+        made.set(zmq.LINGER, 0)
+        made.set(zmq.MAXMSGSIZE, self._limits.message_bytes_max)
+        made.set(zmq.RECONNECT_IVL, int(self._limits.reconnect_interval_s * 1_000))
+        made.set(zmq.RECONNECT_IVL_MAX, int(self._limits.reconnect_interval_s_max * 1_000))
+        if endpoint.is_ipv6:
+            made.set(zmq.IPV6, 1)
+        return made
+
+    def _register(self, made: zmq.Socket[bytes], subscription: Subscription) -> None:
+        self._poller.register(made, zmq.POLLIN)
+        self._by_socket[made] = subscription
+
+    def _unregister(self, made: zmq.Socket[bytes]) -> None:
+        self._poller.unregister(made)
+        del self._by_socket[made]
+        made.close(0)

@@ -1,0 +1,53 @@
+"""What the receiver follows, what it knows of each stream of it, and what it counts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import zmq
+
+from app.endpoints import Endpoint
+from app.ingest.feed import Stream
+from app.ingest.handshakes import Handshakes
+from app.ingest.sequence import SequenceTracker
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class FollowedPod:
+    """Streams with their endpoints (publisher, replay), all with the same topic. Equal only to itself."""
+
+    name: str
+    topic: bytes
+    streams: tuple[tuple[Stream, Endpoint, Endpoint | None], ...]
+
+
+@dataclasses.dataclass(slots=True)
+class ReceiverCounters:
+    """Written by the receiver thread only."""
+
+    messages: int = 0
+    message_bytes: int = 0
+    messages_malformed: int = 0
+    open_failures: int = 0
+    handshake_failures: int = 0
+    faults: int = 0
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Subscription:
+    """One stream and its sockets; the receiver thread's own."""
+
+    stream: Stream
+    publisher: Endpoint
+    replay: Endpoint | None
+    topic: bytes
+    tracker: SequenceTracker
+    handshakes: Handshakes
+    live: zmq.Socket[bytes] | None = None
+    monitor: zmq.Socket[bytes] | None = None
+    dealer: zmq.Socket[bytes] | None = None
+    connections: set[int] = dataclasses.field(default_factory=set)
+    established: bool = False
+    resolved: bool = True  # the last attempt to connect got past the name
+    replay_from: int | None = None  # a request that waits for its turn
+    reopen_at_s: float | None = None

@@ -36,6 +36,7 @@
 // One thread. Nothing here reads a clock: `now` is an argument, in ticks, and never goes backwards.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <deque>
@@ -240,10 +241,14 @@ class PrefixIndex {
   // The frames of a snapshot in their order, into slots that were made for it and hold nothing. False: not a
   // frame, and what of it was read has been taken in.
   uint32_t import_slot(uint32_t context, const Place& place);
-  // Guesses of what is coming.
-  void import_expect(uint32_t context, size_t entries) { contexts_.at(context)->listed.reserve(entries); }
+  // Guesses of what is coming: entries of a context, of which there is room for so many, and names.
+  size_t import_expect(uint32_t context, size_t entries) {
+    entries = std::min({entries, limits_.prefixes_per_context_max, limits_.prefixes_max});
+    contexts_.at(context)->listed.reserve(entries);
+    return entries;
+  }
   void import_expect_names(size_t entries, size_t other_names) {
-    names_.reserve(entries);
+    names_.reserve(std::min(entries, limits_.prefixes_max));
     other_names_.reserve(other_names);
   }
   bool import_frame(std::span<const uint8_t> frame, const SlotMap& slots, const Aging& aging,

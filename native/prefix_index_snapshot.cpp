@@ -450,8 +450,12 @@ bool PrefixIndex::import_names(FrameReader& in, std::vector<Imported>& sets, con
     const uint64_t more = in.u64();
     if (row >= rows.size()) return false;
     const Imported& set = sets[rows[row].set];
-    if (const auto slot = set.renamed.find(old_slot); slot != set.renamed.end())
-      copies_.set(rows[row].key, set.context->id, slot->second, more);
+    const auto slot = set.renamed.find(old_slot);
+    if (slot == set.renamed.end()) continue;
+    bool stays = false;  // until here: it may have been evicted for a row behind it
+    each_name(rows[row].key,
+              [&](const Naming& name) { return stays = owns(name, *set.context, slot->second); });
+    if (stays) copies_.set(rows[row].key, set.context->id, slot->second, more);
   }
   return true;
 }

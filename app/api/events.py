@@ -117,6 +117,7 @@ def apply_batch(
         return _shown(result)
 
     if any(isinstance(event, PrefixesStored) for event in batch.events):
+        service.check(pod, batch, model=model, dp_rank=dp_rank, seq=seq, digest=digest)
         return _behind(service.listing(), apply)
     return apply()
 

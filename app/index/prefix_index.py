@@ -714,10 +714,10 @@ class IndexImport:
 
     def expect(self, *, other_names: int, entries: Mapping[int, int] | None = None) -> None:
         """How many entries are about to come by context, and how many names beyond one each: guesses that save much
-        of the time of a large snapshot. Too low they save less, too high they cost 64 KiB for every 5,000."""
-        for context, count in (entries or {}).items():
-            self._core.import_expect(context, count)
-        self._core.import_expect_names(sum((entries or {}).values()), other_names)
+        of the time of a large snapshot. Too low they save less, too high they cost 64 KiB for every 5,000, up to the
+        bounds of the index."""
+        names = sum(self._core.import_expect(context, count) for context, count in (entries or {}).items())
+        self._core.import_expect_names(names, other_names)
 
     def frame(self, frame: bytes) -> bool:
         """False for bytes that no export made; what could be read of them is in the index then."""

@@ -383,3 +383,68 @@ def test_others_have_their_turn_while_a_dump_waits(indexer: Indexer) -> None:
     assert first - second >= 4 * names // LISTED_A_SLICE - 1
     answer = indexer.post("/v1/match", {"model": "m", "token_ids": list(range(12))}).json()
     assert {row["pod"]: row["matched_blocks"] for row in answer["matches"]} == {"pod-a": 3, "pod-b": 2}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"pod": "pod-z", "model": None}, {"model": "other"}, {"events": [prefixes(block_size=8)]}],
+    ids=["no model", "other model", "nothing of it can be used"],
+)
+def test_a_dump_that_is_refused_changes_nothing_before(indexer: Indexer, fields: dict[str, Any]) -> None:
+    """To list all takes memory, for ten minutes."""
+    blocks = 3 * LISTED_A_SLICE
+    indexer.events(stored(list(range(blocks)), list(range(4 * blocks))))
+    body = {"pod": "pod-a", "model": "m", "events": [prefixes()], **fields}
+    assert indexer.post("/v1/events", body).status_code == 422
+    assert indexer.get("/v1/pods/pod-a").json()["ranks"][0]["rejected"] == ("events" in fields)
+    assert len(list(indexer.service.listing())) >= 2, "nobody has begun with it"
+    assert indexer.events(prefixes()).status_code == 200
+    assert len(list(indexer.service.listing())) == 0
+
+
+async def listing_begins(indexer: Indexer, bytes_before: int) -> None:
+    for _ in range(1_000):
+        if indexer.service.stats()["index"]["bytes"] > bytes_before:
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("nothing was listed")
+
+
+def test_a_dump_whose_sender_goes_away_is_not_taken_in_part(indexer: Indexer) -> None:
+    blocks = 3 * LISTED_A_SLICE
+    indexer.events(stored(list(range(blocks)), list(range(4 * blocks))))
+    body = {"pod": "pod-b", "model": "m", "seq": 0, "events": [prefixes()]}
+
+    async def leave() -> None:
+        post = asyncio.create_task(indexer.client.post("/v1/events", json=body))
+        await listing_begins(indexer, before)
+        assert not post.done()
+        post.cancel()
+        await asyncio.wait([post])
+        assert post.cancelled()
+
+    before = indexer.service.stats()["index"]["bytes"]
+    indexer.run(leave())
+    assert [pod["pod"] for pod in indexer.get("/v1/pods").json()["pods"]] == ["pod-a"]
+    answer = indexer.post("/v1/events", body).json()
+    assert (answer["duplicate"], answer["stored_blocks"]) == (False, 2)
+
+
+def test_what_others_tell_while_a_dump_waits_is_kept(indexer: Indexer) -> None:
+    """A pod that speaks on two connections at once: what was applied first came first."""
+    blocks = 3 * LISTED_A_SLICE
+    indexer.events(stored(list(range(blocks)), list(range(4 * blocks))))
+
+    async def overtake() -> tuple[Any, Any]:
+        dump = asyncio.create_task(indexer.client.post("/v1/events", json={**body, "events": [prefixes()]}))
+        await listing_begins(indexer, before)
+        told = await indexer.client.post("/v1/events", json={**body, "events": [stored([7], TOKENS[:4])]})
+        assert not dump.done()
+        return told.json(), (await dump).json()
+
+    body = {"pod": "pod-b", "model": "m"}
+    before = indexer.service.stats()["index"]["bytes"]
+    told, dumped = indexer.run(overtake())
+    assert (told["stored_blocks"], dumped["stored_blocks"]) == (1, 2)
+    (rank,) = indexer.get("/v1/pods/pod-b").json()["ranks"]
+    assert (rank["blocks"]["gpu"], rank["state"]) == (3, "live")

@@ -6,6 +6,7 @@ each is held to the rule, with the test keeping the book of what was last seen w
 
 from __future__ import annotations
 
+import random
 import struct
 from collections.abc import Callable
 
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
 from app.index.interface import Index
 from app.index.prefix_index import IndexLimits, PrefixIndex
+from tests.index.exporting import export_frames
 from tests.reference import ReferenceIndex
 
 CAPACITY = 12
@@ -38,6 +40,8 @@ IN_ALL = IndexLimits(ttl_ticks=0, prefixes_max=CAPACITY)
 bounds = pytest.mark.parametrize(
     ("limits", "contexts"), [(IN_ONE, 1), (IN_ALL, 1), (IN_ALL, 3)], ids=["in-one", "in-all", "in-all-of-3"]
 )
+
+one_context = pytest.mark.parametrize("limits", [IN_ONE, IN_ALL], ids=["in-one", "in-all"])
 
 
 class Book:
@@ -146,6 +150,23 @@ def test_full_context_gives_up_what_was_seen_longest_ago(
         assert not (stats.evicted_in_all if limits == IN_ONE else stats.evicted)
 
 
+@pytest.mark.parametrize("bound", [CAPACITY, 1_500], ids=["each looked at", "some looked at"])
+def test_a_full_context_takes_nothing_from_others(bound: int) -> None:
+    """Though what they hold was seen longer ago, and lies between what it holds itself."""
+    index = PrefixIndex(IndexLimits(ttl_ticks=0, prefixes_per_context_max=bound))
+    source = index.add_source()
+    quiet, full = (index.context(model, None, 1, 0) for model in ("quiet", "full"))
+    for block in range(bound // 2):
+        store_block(index, source, quiet, block, 0)
+        store_block(index, source, full, block, 1)
+    for block in range(bound // 2, 4 * bound):
+        store_block(index, source, full, block, 2 + block)
+    assert index.stats().evicted >= 3 * bound
+    held = {context.model: context.prefixes for context in index.contexts()}
+    assert held["quiet"] == bound // 2
+    assert 0 < held["full"] <= bound
+
+
 def test_what_a_dropped_context_left_makes_room() -> None:
     """Its entries count until they are swept, and go with what was seen longest ago; only the others are evictions."""
     index = PrefixIndex(IndexLimits(ttl_ticks=0, contexts_max=2, prefixes_max=2_000))
@@ -183,3 +204,83 @@ def test_what_a_dropped_context_left_makes_room() -> None:
     store("new", range(9_000, 9_001), 6)
     assert sum(held().values()) <= 2_000
     assert index.stats().evicted_in_all > before
+
+
+def restored(limits: IndexLimits, blocks: int, *, copies: int) -> tuple[PrefixIndex, int, int]:
+    """What these limits leave of a snapshot of blocks, the first of them seen longest ago; source and context."""
+    index = PrefixIndex(IndexLimits(ttl_ticks=0))
+    source, context = index.add_source(), index.context("m", None, 1, 0)
+    for block in range(blocks):
+        for _ in range(copies):
+            store_block(index, source, context, block, block)
+    writing = index.start_export()
+    frames = export_frames(writing, writing.claims, blocks + 1, lambda: None)
+    slots = index.slots()
+    writing.close()
+    fresh = PrefixIndex(limits)
+    at, there = fresh.add_source(), fresh.context("m", None, 1, 0)
+    importing = fresh.start_import(saved_at=blocks, elapsed=0, now=blocks)
+    importing.expect(other_names=0, entries={there: blocks})
+    for slot in slots:
+        importing.slot(slot, context=there, source=at)
+    for frame in frames:
+        assert importing.frame(frame)
+    while not importing.settle(100):
+        pass
+    return fresh, at, there
+
+
+def store_block(index: PrefixIndex, source: int, context: int, block: int, now: int) -> None:
+    index.store(
+        source,
+        context,
+        tier=0,
+        group=0,
+        engine_hashes=struct.pack("<Q", block + 1),
+        parent=None,
+        token_ids=struct.pack("<I", block),
+        extra_keys=None,
+        now=now,
+        count_copies=True,
+    )
+
+
+@one_context
+def test_what_was_evicted_from_a_snapshot_leaves_no_copies(limits: IndexLimits) -> None:
+    """A frame tells of copies behind all of its blocks, some of which had no room any more."""
+    blocks = 3 * CAPACITY
+    index, source, context = restored(limits, blocks, copies=2)
+    held = index.contexts()[0].prefixes
+    assert 0 < held <= CAPACITY
+    assert index.stats().copies == held
+    store_block(index, source, context, 0, blocks)
+    result = index.remove(source, tier=0, group=0, engine_hashes=struct.pack("<Q", 1), now=blocks)
+    assert result.removed_blocks == 1
+    assert not index.match_tokens(context, struct.pack("<I", 0), None, blocks)
+
+
+@pytest.mark.parametrize("both", [(20_000, 10**8), (10**8, 20_000)], ids=["in-one", "in-all"])
+def test_a_snapshot_takes_no_room_for_what_will_be_evicted(both: tuple[int, int]) -> None:
+    blocks, (in_one, in_all) = min(both), both
+
+    def taken(expected: int) -> int:
+        limits = IndexLimits(ttl_ticks=0, prefixes_per_context_max=in_one, prefixes_max=in_all)
+        index = PrefixIndex(limits)
+        source, context = index.add_source(), index.context("m", None, 1, 0)
+        index.start_import(saved_at=0, elapsed=0, now=0).expect(other_names=0, entries={context: expected})
+        index.list_all(1, 0)
+        index.store(
+            source,
+            context,
+            tier=0,
+            group=0,
+            engine_hashes=random.Random(1).randbytes(8 * blocks),
+            parent=None,
+            token_ids=bytes(4 * blocks),
+            extra_keys=None,
+            now=0,
+        )
+        assert index.contexts()[0].prefixes == blocks
+        return index.stats().bytes
+
+    assert taken(100 * blocks) == taken(blocks)

@@ -38,7 +38,7 @@ class Runs:
             ttl_ticks=self.r.choice([0, 40]),
             contexts_max=self.r.choice([2, 3]),
             prefixes_per_context_max=self.r.choice([50, 400, 100_000]),
-            prefixes_max=self.r.choice([70, 500, 100_000]),
+            prefixes_max=self.r.choice([16, 70, 500, 100_000]),
         )
         self.index = PrefixIndex(limits, FuzzyIndex(FuzzyLimits()))
         self.sources = [self.index.add_source() for _ in SEEDS]
@@ -148,6 +148,14 @@ class Runs:
         named = sum(len(set().union(*of_context.values())) for of_context in held.values())
         assert self.index.stats().prefixes == named
 
+    def check_nothing_stays(self) -> None:
+        """Of what all sources held."""
+        for source in self.sources:
+            self.index.clear(source)
+        sweep_all(self.index, self.now)
+        stats = self.index.stats()
+        assert (stats.prefixes, stats.holder_sets, stats.engine_keys, stats.copies) == (0, 0, 0, 0)
+
     def prefixes(self, model: str, path: Path) -> tuple[int, ...]:
         packed = self.index.prefix_hashes(model, None, BLOCK_SIZE, token_bytes(path), None)
         return struct.unpack(f"<{len(path)}Q", packed)
@@ -165,6 +173,7 @@ def test_each_is_found_once(seed: int) -> None:
         runs.step()
     runs.check_matches()
     runs.check_each()
+    runs.check_nothing_stays()
 
 
 def long_chain(blocks: int) -> tuple[PrefixIndex, int, Path]:

@@ -305,7 +305,7 @@ inline void FuzzyContext::put_block(const Record& record, const NearTable::Spot&
 inline size_t FuzzyContext::records_per_bucket() const {
   if (table_.bits() < bits_early_) return kRecordsPerBucketCrowded;
   if (table_.bits() < 12) return 36;
-  return table_.bits() < 14 ? 32 : 28;
+  return table_.bits() < 14 ? 32 : 30;
 }
 
 // How many are due for so many records; some at a time, or none.

@@ -552,7 +552,8 @@ inline void NearTable::split_records() {
   Bucket& whole = levels_[0].buckets()[frontier_];
   Bucket* const halves = levels_[1].buckets() + 2 * size_t{frontier_};
   halves[0] = halves[1] = {};  // so that a page is touched here, and not by many insertions
-  RecordNode last[2] = {};     // of the halves
+  if (whole.size == 0) return;
+  RecordNode last[2] = {};  // of the halves
   for (uint32_t first = 0; first < whole.size; first += 8) {
     const RecordNode from = node_of(whole, first);
     const uint32_t lanes = std::min<uint32_t>(8, whole.size - first);
@@ -574,6 +575,7 @@ inline void NearTable::split_records() {
 }
 
 inline void NearTable::drop_words(WordHead& head) {
+  if (head.count == 0) return;  // its page may be untouched
   for (uint32_t number = head.next_number; number != 0;) {
     words_.give(number);
     number = words_.at(number).next_number;

@@ -48,7 +48,10 @@ class NearSearch {
     for (; table_ < 3 && radii_[table_] >= 0; ++table_, bits_ = 0) {
       if (bits_ < table.bits()) begin(table.bits());
       for (; bits_ <= table.bits() + (table.frontier() != 0 ? 1 : 0); begin(bits_ + 1)) {
-        if (!plan_) plan();
+        if (!plan_) {
+          plan();
+          work += kWorkPerQuery * queries_.size();
+        }
         for (; region_ < plan_->regions(); ++region_) {
           if (bits_ < table.bits()) break;  // all that is left here has been split
           if (!has_region(table)) continue;
@@ -62,7 +65,7 @@ class NearSearch {
 
  private:
   static constexpr unsigned kRegionBitsMin = 6, kRegionBitsMax = 8;
-  static constexpr size_t kWorkPerVisit = 6;
+  static constexpr size_t kWorkPerVisit = 6, kWorkPerQuery = 4;
   static constexpr size_t kQueriesSorted = 64;   // with fewer, sorting them costs more than it saves
   static constexpr size_t kQueriesMany = 8'192;  // from here on a region of 64 is a slice of its own
 

@@ -20,6 +20,7 @@ class PrefixIndex:
         ttl_ticks: int,
         contexts_max: int,
         prefixes_per_context_max: int,
+        prefixes_max: int,
         orphan_blocks_max: int,
         speculative_blocks_max: int,
         claims_max: int,
@@ -164,7 +165,7 @@ class PrefixIndex:
     def sweep(self, now: int, visits_max: int) -> tuple[int, int, bool]: ...
     def statistics(
         self,
-    ) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int, int, int]: ...
+    ) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int, int, int, int, int, int]: ...
 
 # -- what is under way to the log (native/flight_book.hpp)
 

@@ -34,7 +34,8 @@ from app.ingest.zmq import ZmqIngest, ZmqSettings
 from app.key_ring import key_ring
 from app.lifecycle import Parts
 from app.loads import Loads
-from app.metrics import Count, Figures, Metrics
+from app.metrics.figures import Count, Figures
+from app.metrics.metrics import Metrics
 from app.pods import PodSpec
 from app.readiness import Readiness
 from app.router import Router

@@ -149,6 +149,12 @@ class Settings(BaseSettings):
     prefixes_per_context_max: int = Field(
         10_000_000, ge=16, description="Prefixes of one context; past it the least recently seen go."
     )
+    prefixes_max: int = Field(
+        40_000_000,
+        ge=16,
+        le=200_000_000,
+        description="Prefixes of all contexts together; past it the least recently seen go.",
+    )
     orphan_blocks_max: int = Field(
         65_536,
         ge=0,

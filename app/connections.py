@@ -27,8 +27,6 @@ from app.body_room import BodyRoom
 from app.config import Settings
 from app.one_write import OneWriteProtocol
 
-SWEEP_S = 1.0
-
 
 class Doing(enum.Enum):
     """What a connection waits for its client to do."""

@@ -30,12 +30,11 @@ from app.config import Settings
 from app.errors import InvalidInput, LimitExceeded, Overloaded, SwitchedOff
 from app.fuzzy.answer import FuzzyAnswer, Holding, Holdings, assemble
 from app.fuzzy.fuzzy_index import MAX_DISTANCE, FuzzyIndex, FuzzyLimits, Slices, finish
-from app.index.interface import Index
+from app.index.interface import LISTED_A_SLICE, Index
 from app.owners import Owners
 from app.queries import Queries
 from app.registry import Registry
 
-_LISTED_A_SLICE = 4096  # blocks: 0.3 ms
 _NOTHING = FuzzyAnswer((), (), (), ())
 
 
@@ -132,7 +131,7 @@ class FuzzyQueries:
         answer = _NOTHING
         if context is not None and tokens >= unit and self._contents.has_context(context):
             # From here on prefixes are asked for by themselves.
-            while not self._index.list_all(_LISTED_A_SLICE, self._now()):
+            while not self._index.list_all(LISTED_A_SLICE, self._now()):
                 yield
             holdings = Holdings(lambda hashes: self._holdings(context, hashes), query.exclude)
             ask = self._contents.grid_slices if query.mode == "grid" else self._contents.sliding_slices

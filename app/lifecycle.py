@@ -21,7 +21,7 @@ from app.discovery.discovery import Discovery
 from app.ingest.zmq import ZmqIngest
 from app.key_ring import KeyRing
 from app.loads import Loads
-from app.metrics import Metrics
+from app.metrics.metrics import Metrics
 from app.pods import PodSpec
 from app.readiness import Readiness
 from app.router import Router

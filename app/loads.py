@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from app.bounded_read import read_at_most
 from app.config import Settings
 from app.pods import PodSpec
 from app.routing import Load
@@ -156,11 +157,9 @@ def _rank(label: str) -> int | None:
 
 
 async def _page(client: httpx.AsyncClient, url: str, bytes_max: int) -> bytes:
-    page = bytearray()
     async with client.stream("GET", url) as response:
         response.raise_for_status()
-        async for chunk in response.aiter_bytes():
-            page += chunk
-            if len(page) > bytes_max:
-                raise ValueError(f"the page is longer than loads_bytes_max = {bytes_max} bytes")
-    return bytes(page)
+        page = await read_at_most(response, bytes_max)
+    if page is None:
+        raise ValueError(f"the page is longer than loads_bytes_max = {bytes_max} bytes")
+    return page

@@ -67,7 +67,6 @@ class Source:
     chunk_sizes: dict[Tier, int] = dataclasses.field(
         default_factory=dict
     )  # of other tiers, in tokens: learned
-    down_since_s: float | None = None
     gaps: int = 0
     replays: int = 0
     restarts: int = 0

@@ -105,6 +105,18 @@ class Registry:
         if self._live.is_heard:
             self._live.tell("pod_removed", pod=name)
 
+    def check(self, spec: PodSpec) -> None:
+        """Raises InvalidInput or LimitExceeded for what is wrong with the spec alone."""
+        if not spec.name:
+            raise InvalidInput("a pod needs a name", field="pod")
+        if not spec.model:
+            raise InvalidInput(f"pod {spec.name!r} needs a model", field="model")
+        if spec.block_size is not None and spec.block_size < 1:
+            raise InvalidInput(f"block_size {spec.block_size} is not positive", field="block_size")
+        if spec.dp_size < 1:
+            raise InvalidInput(f"dp_size {spec.dp_size} is not positive", field="dp_size")
+        self.check_rank(spec.dp_size - 1)
+
     # -- sources
 
     def source(self, name: str, dp_rank: int) -> Source:
@@ -205,16 +217,7 @@ class Registry:
                 if source.state is before:
                     continue
                 self._publish(source)
-                if self._live.is_heard:
-                    self._live.tell(
-                        "state",
-                        pod=source.pod,
-                        dp_rank=source.dp_rank,
-                        state=source.state.value,
-                        state_before=before.value,
-                        cause=source.cause,
-                        last_seq=source.last_seq,
-                    )
+                self._tell_state(source, before, source.cause)
 
     def clear_gpu(self, source: Source) -> None:
         """The engine reset its prefix cache: the GPU picture is true again, other tiers are as they were."""
@@ -237,22 +240,11 @@ class Registry:
         source.stream = source.stream if stream is None else stream
         source.incomplete = source.incomplete if incomplete is None else incomplete
         self._publish(source)
-        if source.state is not before:
-            source.down_since_s = self._clock() if source.state is SourceState.DOWN else None
-        elif source.state is not SourceState.DOWN or source.cause == cause_before:
+        if source.state is before and (source.state is not SourceState.DOWN or source.cause == cause_before):
             return
         if source.state is SourceState.DEGRADED:
             cause = source.cause  # not that the stream goes on, but what was lost before
-        if self._live.is_heard:
-            self._live.tell(
-                "state",
-                pod=source.pod,
-                dp_rank=source.dp_rank,
-                state=source.state.value,
-                state_before=before.value,
-                cause=cause,
-                last_seq=source.last_seq,
-            )
+        self._tell_state(source, before, cause)
         logger.log(
             logging.INFO if source.state in (SourceState.LIVE, SourceState.CATCHING_UP) else logging.WARNING,
             "source %s rank %d is %s (was %s): %s; remedy: %s",
@@ -273,6 +265,19 @@ class Registry:
             },
         )
 
+    def _tell_state(self, source: Source, before: SourceState, cause: str) -> None:
+        """Those who read the live feed."""
+        if self._live.is_heard:
+            self._live.tell(
+                "state",
+                pod=source.pod,
+                dp_rank=source.dp_rank,
+                state=source.state.value,
+                state_before=before.value,
+                cause=cause,
+                last_seq=source.last_seq,
+            )
+
     def _publish(self, source: Source) -> None:
         """After every change of what an answer says of a source beside its depths."""
         heard_at_s = source.last_event_at_s
@@ -285,18 +290,6 @@ class Registry:
             source.state.value,
             math.nan if heard_at_s is None else heard_at_s,
         )
-
-    def check(self, spec: PodSpec) -> None:
-        """Raises InvalidInput or LimitExceeded for what is wrong with the spec alone."""
-        if not spec.name:
-            raise InvalidInput("a pod needs a name", field="pod")
-        if not spec.model:
-            raise InvalidInput(f"pod {spec.name!r} needs a model", field="model")
-        if spec.block_size is not None and spec.block_size < 1:
-            raise InvalidInput(f"block_size {spec.block_size} is not positive", field="block_size")
-        if spec.dp_size < 1:
-            raise InvalidInput(f"dp_size {spec.dp_size} is not positive", field="dp_size")
-        self.check_rank(spec.dp_size - 1)
 
     def _amend(self, pod: Pod, spec: PodSpec) -> Pod:
         gone = range(spec.dp_size, pod.spec.dp_size)  # not the ranks that spoke without having been declared

@@ -1,4 +1,4 @@
-"""The choice of a pod: a match, what is known of the loads, app/routing.py, and the books of our own choices.
+"""The choice of a pod: a match, what is known of the loads, app/routing.py, and our own choices (app/choices.py).
 
 Candidates are the ranks of every registered pod of the model that can serve the adapter; where the request
 names `pods`, those of them only. A pod that it names and that is not registered is a candidate too: it holds
@@ -26,20 +26,11 @@ from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
+from app.choices import Outstanding, RecentWork, mean
 from app.config import Settings
 from app.errors import NoCandidate
 from app.pods import Pod, PodSpec, SourceState
-from app.routing import (
-    RECENT_CHOICES,
-    Candidate,
-    Load,
-    Outstanding,
-    Policy,
-    Ranked,
-    RecentWork,
-    mean,
-    rank,
-)
+from app.routing import RECENT_CHOICES, Candidate, Load, Policy, Ranked, rank
 from app.scoring import MatchRow
 from app.service import IndexerService, MatchQuery, MatchResult
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from app._native import PlainBatch
@@ -25,7 +25,7 @@ from app.events import BlockRemoved, BlockStored, EventBatch, Tier
 from app.fuzzy.fuzzy_index import FuzzyIndex
 from app.fuzzy_queries import FuzzyQueries, FuzzyQuery, FuzzyResult
 from app.hints import HintBook
-from app.index.interface import Index, ticks
+from app.index.interface import LISTED_A_SLICE, Index, ticks
 from app.index.prefix_index import TICK_MS, IndexLimits
 from app.live import LiveFeed
 from app.owners import Owners
@@ -73,6 +73,7 @@ def index_limits(settings: Settings) -> IndexLimits:
         ttl_ticks=ticks(settings.ttl_s),
         contexts_max=settings.contexts_max,
         prefixes_per_context_max=settings.prefixes_per_context_max,
+        prefixes_max=settings.prefixes_max,
         orphan_blocks_max=settings.orphan_blocks_max,
         speculative_blocks_max=settings.speculative_blocks_max,
         claims_max=settings.owner_claims_max,
@@ -230,6 +231,12 @@ class IndexerService:
         """`post` of a batch that was read natively and is the usual next one of a known source: in one call of the
         index. None: it is not, nothing has changed, and `post` says what it is."""
         return self._batches.post_plain(pod, plain, model=model, dp_rank=dp_rank, seq=seq, lora=lora)
+
+    def listing(self) -> Iterator[None]:
+        """What `post` of a batch with `PrefixesStored` would do first, in one go, where it was not done before: in
+        slices of 0.3 ms."""
+        while not self._index.list_all(LISTED_A_SLICE, self._now()):
+            yield
 
     def check(
         self,

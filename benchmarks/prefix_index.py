@@ -18,11 +18,12 @@ import random
 import struct
 
 from app import _native
-from app.index.prefix_index import IndexLimits, PrefixIndex
-from benchmarks.measure import print_line, print_machine, resident_bytes, time_calls
+from app.index.prefix_index import IndexLimits, PrefixIndex, SweepResult
+from benchmarks.measure import Timing, print_line, print_machine, resident_bytes, time_calls
 
 BLOCK_SIZE = 16
 CHAIN_BLOCKS = 256
+FRESH_CHAINS = 400  # stored and removed again beside the others
 ROW = struct.Struct("<6I")
 
 
@@ -31,7 +32,9 @@ class Workload:
 
     def __init__(self, blocks: int, fleet: int) -> None:
         self.chains = blocks // CHAIN_BLOCKS
-        self.index = PrefixIndex(IndexLimits(prefixes_per_context_max=max(blocks * 2, 1)))
+        self.blocks = self.chains * CHAIN_BLOCKS
+        room = self.blocks + FRESH_CHAINS * CHAIN_BLOCKS
+        self.index = PrefixIndex(IndexLimits(prefixes_per_context_max=room, prefixes_max=room))
         self.context = self.index.context("bench", None, BLOCK_SIZE, 0)
         self.sources = [self.index.add_source() for _ in range(fleet)]
 
@@ -102,57 +105,47 @@ def measure_peer(work: Workload, pods: int, order: list[int]) -> None:
     print_line("Dynamo RadixTree: match 4,096 tokens, cold", time_calls(ask, prompts[50:]))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--blocks", type=int, default=1_000_000)
-    parser.add_argument("--pods", type=int, default=8, help="pods that hold each block")
-    parser.add_argument("--fleet", type=int, default=64, help="pods in all")
-    parser.add_argument("--peer", action="store_true", help="measure Dynamo's RadixTree beside us")
-    options = parser.parse_args()
-    print_machine()
-    print(f"settings: {options}")
-
+def measure_memory(options: argparse.Namespace) -> Workload:
+    """The chains, held by one pod each and then by the others too."""
     empty = resident_bytes()
     work = Workload(options.blocks, options.fleet)
-    blocks = work.chains * CHAIN_BLOCKS
     for chain in range(work.chains):
         work.store(chain, work.holders(chain, 1)[0])
-    print_line(
-        "memory, 1 pod a block (with engine keys)", f"{(resident_bytes() - empty) / blocks:.1f} B a block"
-    )
+    grown = (resident_bytes() - empty) / work.blocks
+    print_line("memory, 1 pod a block (with engine keys)", f"{grown:.1f} B a block")
     for chain in range(work.chains):
         for source in work.holders(chain, options.pods)[1:]:
             work.store(chain, source)
-    print_line(
-        f"memory, {options.pods} pods a block (same engine hashes)",
-        f"{(resident_bytes() - empty) / blocks:.1f} B a block",
-    )
+    grown = (resident_bytes() - empty) / work.blocks
+    print_line(f"memory, {options.pods} pods a block (same engine hashes)", f"{grown:.1f} B a block")
+    return work
 
-    order = random.Random(1).sample(range(work.chains), min(2_000, work.chains))
+
+def measure_matches(work: Workload, pods: int, order: list[int]) -> None:
     for chain in order[:200]:
-        work.check_match(chain, options.pods)
-    index, context = work.index, work.context
+        work.check_match(chain, pods)
+    index, core, context = work.index, work.index._core, work.context
     prompts = [work.tokens(chain) for chain in order]
-    print_line(
-        "match 4,096 tokens, cold", time_calls(lambda p: index.match_tokens(context, p, None, 2), prompts)
-    )
-    core = index._core
-    print_line(
-        "  the same, packed rows", time_calls(lambda p: core.match_tokens(context, p, None, 2), prompts)
-    )
-    print_line(
-        "  floor: the hash chain alone",
-        time_calls(lambda p: _native.prefix_hashes(7, BLOCK_SIZE, p, None), prompts[:500]),
-    )
-    if options.peer:
-        measure_peer(work, options.pods, order)
-    strangers = [random.Random(f"stranger {n}").randbytes(len(prompts[0])) for n in range(500)]
-    assert core.match_tokens(context, strangers[0], None, 2) == b"", "a stranger must not match"
-    print_line("total miss", time_calls(lambda p: core.match_tokens(context, p, None, 2), strangers))
+    cold = time_calls(lambda prompt: index.match_tokens(context, prompt, None, 2), prompts)
+    print_line("match 4,096 tokens, cold", cold)
+    packed = time_calls(lambda prompt: core.match_tokens(context, prompt, None, 2), prompts)
+    print_line("  the same, packed rows", packed)
+    floor = time_calls(lambda prompt: _native.prefix_hashes(7, BLOCK_SIZE, prompt, None), prompts[:500])
+    print_line("  floor: the hash chain alone", floor)
 
-    fresh = [work.event(work.chains + n, work.sources[0]) for n in range(400)]
+
+def measure_misses(work: Workload) -> None:
+    core, context = work.index._core, work.context
+    strangers = [random.Random(f"stranger {n}").randbytes(CHAIN_BLOCKS * BLOCK_SIZE * 4) for n in range(500)]
+    assert core.match_tokens(context, strangers[0], None, 2) == b"", "a stranger must not match"
+    missed = time_calls(lambda prompt: core.match_tokens(context, prompt, None, 2), strangers)
+    print_line("total miss", missed)
+
+
+def measure_changes(work: Workload) -> None:
+    """Chains that come, at three pods, and go again."""
+    index, core, context = work.index, work.index._core, work.context
+    fresh = [work.event(work.chains + n, work.sources[0]) for n in range(FRESH_CHAINS)]
     print_line("store 256 new blocks", time_calls(work.store_event, fresh))
     again = [(work.sources[1], hashes, tokens) for _, hashes, tokens in fresh]
     print_line("store 256 blocks that another pod has", time_calls(work.store_event, again))
@@ -173,44 +166,63 @@ def main() -> None:
     print_line("remove 256 blocks that nobody else has", time_calls(remove, again))
     assert core.match_tokens(context, fresh[0][2], None, 3) == b"", "all that was new is gone"
 
-    source = work.sources[0]
+
+def measure_clear(work: Workload, pods: int, order: list[int]) -> None:
+    """A pod forgets all, and sweeps take the traces away."""
+    index, source = work.index, work.sources[0]
     held = index.blocks_by_tier(source)[0]
     print_line(f"clear a pod of {held} blocks", time_calls(index.clear, [source]))
     assert index.blocks_by_tier(source)[0] == 0
-    slices: list[int] = []
-    done = False
-
-    def sweep(visits: int) -> None:
-        nonlocal done
-        result = index.sweep(4, visits)
-        slices.append(result.visited)
-        done = result.idle
-
+    swept: list[SweepResult] = []
     timings = []
-    while not done:
-        timings.append(time_calls(sweep, [2_048]))
-    print_line(
-        "sweep slices of 2,048 entries",
-        f"median {sorted(t.median_us for t in timings)[len(timings) // 2]:8.2f} us   "
-        f"max {max(t.max_us for t in timings):9.2f} us   {sum(slices)} entries",
-    )
+    while not swept or not swept[-1].idle:
+        timings.append(time_calls(lambda visits: swept.append(index.sweep(4, visits)), [2_048]))
+    visited = sum(one.visited for one in swept)
+    print_line("sweep slices of 2,048 entries", f"{slices(timings)}   {visited} entries")
     for chain in order[:50]:
-        expected = {s: CHAIN_BLOCKS for s in work.holders(chain, options.pods) if s != source}
-        assert {
-            r.source: r.tiers[0] for r in index.match_tokens(context, work.tokens(chain), None, 5)
-        } == expected
+        rows = index.match_tokens(work.context, work.tokens(chain), None, 5)
+        expected = {s: CHAIN_BLOCKS for s in work.holders(chain, pods) if s != source}
+        assert {row.source: row.tiers[0] for row in rows} == expected
+
+
+def measure_listing(work: Workload) -> None:
+    index = work.index
     before = index.stats()
-    listing = [
-        time_calls(lambda visits: index.list_all(visits, 5), [4_096]) for _ in range(blocks // 4_096 + 2)
+    timings = [
+        time_calls(lambda visits: index.list_all(visits, 5), [4_096]) for _ in range(work.blocks // 4_096 + 2)
     ]
     assert index.list_all(1, 5), "each is found by its hash alone"
     listed = (index.stats().bytes - before.bytes) / before.prefixes
-    print_line(
-        "listed by hash, slices of 4,096 entries",
-        f"median {sorted(t.median_us for t in listing)[len(listing) // 2]:8.2f} us   "
-        f"max {max(t.max_us for t in listing):9.2f} us   {listed:.1f} B a block more",
+    print_line("listed by hash, slices of 4,096 entries", f"{slices(timings)}   {listed:.1f} B a block more")
+
+
+def slices(timings: list[Timing]) -> str:
+    """Of single calls."""
+    median_us = sorted(timing.median_us for timing in timings)[len(timings) // 2]
+    return f"median {median_us:8.2f} us   max {max(timing.max_us for timing in timings):9.2f} us"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    print(f"index: {index.stats()}")
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--pods", type=int, default=8, help="pods that hold each block")
+    parser.add_argument("--fleet", type=int, default=64, help="pods in all")
+    parser.add_argument("--peer", action="store_true", help="measure Dynamo's RadixTree beside us")
+    options = parser.parse_args()
+    print_machine()
+    print(f"settings: {options}")
+    work = measure_memory(options)
+    order = random.Random(1).sample(range(work.chains), min(2_000, work.chains))
+    measure_matches(work, options.pods, order)
+    if options.peer:
+        measure_peer(work, options.pods, order)
+    measure_misses(work)
+    measure_changes(work)
+    measure_clear(work, options.pods, order)
+    measure_listing(work)
+    print(f"index: {work.index.stats()}")
 
 
 if __name__ == "__main__":

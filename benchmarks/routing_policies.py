@@ -25,8 +25,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from app.choices import Outstanding, RecentWork, mean
 from app.pods import Source, SourceState
-from app.routing import RECENT_CHOICES, Candidate, Load, Outstanding, Policy, RecentWork, mean, rank
+from app.routing import RECENT_CHOICES, Candidate, Load, Policy, rank
 from app.scoring import build_row
 from benchmarks.measure import print_line, print_machine
 

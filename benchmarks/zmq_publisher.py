@@ -58,7 +58,6 @@ class Payloads:
         first = _TOKEN + FIRST_TOKEN.to_bytes(4, "big")
         self._token_at = self._payload.index(first, self._payload.index(_NAME)) + 1
         self._hashes_at = self._payload.index(b"\xcf" + b"\xff" * 8)
-        self._ts_at = self._payload.index(b"\xcb") + 1
 
     def make(self, message: int) -> bytes:
         payload = self._payload

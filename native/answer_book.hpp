@@ -96,16 +96,16 @@ class AnswerBook {
     return found_;
   }
 
-  // `head`, the rows that were added since `begin`, best first and separated by commas, and `tail`. The text
-  // stands until the next one. `unit` is in tokens.
-  std::string_view render(std::string_view head, std::string_view tail, uint64_t unit, uint64_t tokens,
-                          double now_s, Deepest& deepest) {
+  // `head`, the rows that were added since `begin`, best first and separated by commas, and `tail`, into what
+  // `room(bytes)` gives, which is more than enough; returns the end of it. `unit` is in tokens.
+  template <class Room>
+  char* render(std::string_view head, std::string_view tail, uint64_t unit, uint64_t tokens, double now_s,
+               Deepest& deepest, Room room) {
     deepest = {};
     if (contexts_ > 1) merge();
     if (!deal(unit)) sort(unit);
-    char* const start =
-        room(head.size() + tail.size() + (rows_.size() + 1) * (opening_bytes_max_ + kRowBytesMax));
-    char* to = put_text(start, head);
+    char* to = room(head.size() + tail.size() + (rows_.size() + 1) * (opening_bytes_max_ + kRowBytesMax));
+    to = put_text(to, head);
     const Reach* before = nullptr;
     std::string_view same;  // of the row before: everything between its opening and its age
     for (const uint32_t number : ranked_) {
@@ -133,19 +133,10 @@ class AnswerBook {
       const Reach& best = rows_[ranked_[0]];
       deepest = {best.tokens[kTiers - 1] / unit, best.tokens[kTiers - 1]};
     }
-    return {start, static_cast<size_t>(to - start)};
+    return to;
   }
 
  private:
-  // Always the same memory: an answer is copied from it once, where it is as long as it must be.
-  char* room(size_t bytes) {
-    if (bytes > text_bytes_) {
-      text_bytes_ = std::bit_ceil(bytes);
-      text_ = std::make_unique_for_overwrite<char[]>(text_bytes_);
-    }
-    return text_.get();
-  }
-
   // Text of a row beside its opening: names 230 bytes, eight integers of 20, two reals of 24, a state.
   static constexpr size_t kRowBytesMax = 512;
   static constexpr size_t kGroupsMax = 16;
@@ -372,8 +363,6 @@ class AnswerBook {
   std::vector<uint64_t> marked_;                       // a bit a place; all 0 between two answers
   std::vector<uint32_t> row_at_;                       // by place, where it is marked
   std::vector<Row> found_;
-  std::unique_ptr<char[]> text_;
-  size_t text_bytes_ = 0;
   std::vector<Reach> rows_;
   std::vector<uint32_t> ranked_;  // rows, best first
   std::array<Group, kGroupsMax> groups_;

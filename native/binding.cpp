@@ -124,15 +124,17 @@ void bind_index(nb::module_& m) {
       .def(
           "__init__",
           [](PrefixIndex* self, Tick ttl, size_t contexts_max, size_t prefixes_per_context_max,
-             size_t orphan_blocks_max, size_t speculative_blocks_max, size_t claims_max, bool lists_all,
-             FuzzyIndex* contents) {
-            new (self) PrefixIndex(Limits{ttl, contexts_max, prefixes_per_context_max, orphan_blocks_max,
-                                          speculative_blocks_max, claims_max, lists_all},
+             size_t prefixes_max, size_t orphan_blocks_max, size_t speculative_blocks_max, size_t claims_max,
+             bool lists_all, FuzzyIndex* contents) {
+            if (prefixes_max < 1 || prefixes_max > BlockPool::kRecordsMax)
+              throw std::invalid_argument("prefixes_max is out of range");
+            new (self) PrefixIndex(Limits{ttl, contexts_max, prefixes_per_context_max, prefixes_max,
+                                          orphan_blocks_max, speculative_blocks_max, claims_max, lists_all},
                                    contents);
           },
-          "ttl_ticks"_a, "contexts_max"_a, "prefixes_per_context_max"_a, "orphan_blocks_max"_a,
-          "speculative_blocks_max"_a, "claims_max"_a, "lists_all"_a, "contents"_a.none() = nb::none(),
-          nb::keep_alive<1, 9>())
+          "ttl_ticks"_a, "contexts_max"_a, "prefixes_per_context_max"_a, "prefixes_max"_a,
+          "orphan_blocks_max"_a, "speculative_blocks_max"_a, "claims_max"_a, "lists_all"_a,
+          "contents"_a.none() = nb::none(), nb::keep_alive<1, 10>())
       .def("add_context", &PrefixIndex::add_context)
       .def("touch_context", &PrefixIndex::touch_context)
       .def("context_size", &PrefixIndex::context_size)
@@ -315,7 +317,7 @@ void bind_index(nb::module_& m) {
         const Statistics now = self.statistics();
         return std::tuple(now.contexts, now.prefixes, now.holder_sets, now.engine_keys, now.copies,
                           now.orphan_blocks, now.speculative_blocks, now.bytes, now.expired, now.evicted,
-                          now.contexts_evicted, now.orphans_dropped, now.orphans_expired,
+                          now.evicted_in_all, now.contexts_evicted, now.orphans_dropped, now.orphans_expired,
                           now.speculative_refused, now.claims, now.claims_refused);
       });
 }
@@ -355,8 +357,16 @@ nb::object bytes_of_text(std::string_view text) { return nb::bytes(text.data(), 
 nb::tuple finish_answer(AnswerBook& book, const nb::bytes& head, const nb::bytes& tail, uint32_t unit,
                         uint64_t tokens, double now_s) {
   AnswerBook::Deepest deepest;
-  const std::string_view text = book.render(text_of(head), text_of(tail), unit, tokens, now_s, deepest);
-  return nb::make_tuple(bytes_of_text(text), deepest.blocks, deepest.tokens);
+  nb::object answer;
+  const auto room = [&answer](size_t bytes) {
+    answer = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(bytes)));
+    if (!answer) throw nb::python_error();
+    return PyBytes_AS_STRING(answer.ptr());
+  };
+  const char* const end = book.render(text_of(head), text_of(tail), unit, tokens, now_s, deepest, room);
+  PyObject* text = answer.release().ptr();
+  if (_PyBytes_Resize(&text, end - PyBytes_AS_STRING(text)) != 0) throw nb::python_error();
+  return nb::make_tuple(nb::steal(text), deepest.blocks, deepest.tokens);
 }
 
 void add_row(AnswerBook& book, const Row& row, uint32_t block_size, const std::optional<nb::set>& ids) {

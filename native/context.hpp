@@ -87,6 +87,12 @@ struct Slot {
   uint64_t digest = 0;  // sum of mix64 of the prefixes that it holds: the same in whatever order they came
 };
 
+struct Eviction {  // of what was seen longest ago, under way
+  BlockId at = kNoBlock;
+  Tick up_to = 0;   // entries not seen since go ...
+  size_t left = 0;  // ... until so many are gone
+};
+
 struct LocalSource {
   uint32_t source = 0;
   bool live = false;
@@ -117,9 +123,7 @@ struct Context {
   std::vector<LocalSource> sources;
   std::vector<uint32_t> free_sources;
   std::unordered_map<uint32_t, uint32_t> source_at;  // source -> index in sources
-  BlockId evict_at = kNoBlock;
-  Tick evict_up_to = 0;   // entries not seen since are evicted ...
-  size_t evict_left = 0;  // ... until so many are gone
+  Eviction eviction;
 
   const LocalSource* find_source(uint32_t source) const {
     const auto found = source_at.find(source);

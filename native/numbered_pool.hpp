@@ -35,12 +35,13 @@ class NumberedPool {
  public:
   static constexpr uint32_t kChunk = 2048;  // records: whole pages without a byte left over
   static constexpr uint64_t kIdsMax = (uint64_t{1} << 28) - 1;
+  static constexpr uint64_t kRecordsMax = kIdsMax - kChunk;
 
   size_t size() const { return size_; }
   size_t bytes() const {
     return mapped_ * kChunkPages * Pages::kPageBytes + chunks_.capacity() * sizeof(Chunk);
   }
-  bool is_full() const { return size_ + kChunk >= kIdsMax; }
+  bool is_full() const { return size_ >= kRecordsMax; }
   RecordId end() const { return static_cast<RecordId>(bases_.size() * kChunk); }  // numbers are below
 
   Record& operator[](RecordId id) const { return bases_[id / kChunk][id % kChunk]; }

@@ -71,6 +71,7 @@ struct Limits {
   Tick ttl = 0;  // 0: entries do not expire
   size_t contexts_max = 1000;
   size_t prefixes_per_context_max = 10'000'000;
+  size_t prefixes_max = 40'000'000;  // in all; BlockPool::kRecordsMax at the most
   size_t orphan_blocks_max = 65'536;
   size_t speculative_blocks_max = 262'144;
   size_t claims_max = 4'000'000;
@@ -118,8 +119,8 @@ struct Swept {
 };
 struct Statistics {
   uint64_t contexts = 0, prefixes = 0, holder_sets = 0, engine_keys = 0, copies = 0, orphan_blocks = 0;
-  uint64_t speculative_blocks = 0, bytes = 0, expired = 0, evicted = 0, contexts_evicted = 0,
-           orphans_dropped = 0;
+  uint64_t speculative_blocks = 0, bytes = 0, expired = 0, evicted = 0, evicted_in_all = 0,
+           contexts_evicted = 0, orphans_dropped = 0;
   uint64_t orphans_expired = 0, speculative_refused = 0, claims = 0, claims_refused = 0;
 };
 
@@ -494,9 +495,14 @@ class PrefixIndex {
 
   // prefix_index_upkeep.cpp
   void forget(Context& context, BlockId id);
-  void evict(Context& context);
-  BlockId some_record(const Context& context);
-  void choose_victims(Context& context);
+  bool is_full(const Context& context) const {
+    return context.records >= limits_.prefixes_per_context_max || pool_.size() >= limits_.prefixes_max;
+  }
+  void make_room(Context& context);
+  size_t evict(Eviction& eviction, Context* only);
+  BlockId some_record(const Context* only);
+  void choose_victims(Eviction& eviction, const Context* only);
+  void bury(BlockId id);
   void sweep_stage(Tick now, size_t visits_max, Swept& swept);
   size_t sweep_records(Tick now, size_t visits_max, Swept& swept);
   template <class Slice>
@@ -531,6 +537,7 @@ class PrefixIndex {
   std::vector<uint64_t> hashed_;  // prefixes of the event that is being stored
 
   std::vector<std::unique_ptr<Context>> graveyard_;  // dropped contexts, taken apart in slices
+  Eviction eviction_;                                // among all contexts
   Stage stage_ = Stage::kGraveyard;
   bool in_pass_ = false;
   uint32_t sweep_context_ = 0;

@@ -41,8 +41,7 @@ std::optional<PrefixIndex::Named> PrefixIndex::resolve(uint32_t source, uint64_t
 // A new record; takes over the caller's reference to `holders`. May evict others.
 BlockId PrefixIndex::add_record(Context& context, uint64_t prefix, BlockId parent, SetId holders,
                                 Tick last_seen) {
-  if (context.records >= limits_.prefixes_per_context_max) evict(context);
-  if (pool_.is_full()) throw std::bad_alloc();
+  if (is_full(context)) make_room(context);
   const BlockId id = pool_.add();
   BlockRecord& record = pool_[id];
   record.prefix = prefix;

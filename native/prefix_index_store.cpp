@@ -332,12 +332,11 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
     PrefixTable::Probe in_prefixes = context.listed.probe(prefix, at.prefix);
     NameTable::Probe in_names = names_.probe(at.key, at.name);
     if (in_prefixes.found() != kNoBlock || in_names.found() != kNoBlock || other_names_.has(at.key)) break;
-    if (context.records >= limits_.prefixes_per_context_max) {
-      evict(context);
+    if (is_full(context)) {
+      make_room(context);
       in_prefixes = context.listed.probe(prefix, at.prefix);
       in_names = names_.probe(at.key, at.name);
     }
-    if (pool_.is_full()) break;  // the general way says so
     const BlockId id = pool_.add();
     BlockRecord& record = pool_[id];
     record.prefix = prefix;

@@ -38,71 +38,96 @@ void PrefixIndex::forget(Context& context, BlockId id) {
 
 // -- capacity
 
-// Evicts at least one of the least recently seen entries, and not many more: a threshold is taken from a
-// sample (as Redis approximates LRU, but the sample picks the age, not the victim), and the entries that it
-// condemns go in runs of neighbouring records, a few with every insertion, so that what comes next finds
-// neighbouring numbers free. Exact up to kSample entries.
-void PrefixIndex::evict(Context& context) {
-  size_t evicted = 0;
-  size_t jumps = 0;
-  while (evicted == 0) {
-    if (context.evict_left == 0 || jumps++ == kEvictJumpsMax) {
-      choose_victims(context);
-      jumps = 0;
-    }
-    for (size_t looked_at = 0; looked_at < kEvictRun && evicted < kEvictionsMax && context.evict_left != 0;
-         ++looked_at) {
-      const BlockRecord* const record = pool_.peek(context.evict_at);
-      if (record == nullptr) break;
-      if (record->holders != kEmptySet && sets_.context(record->holders) == context.id &&
-          record->last_seen <= context.evict_up_to) {
-        forget(context, context.evict_at);
-        --context.evict_left;
-        ++evicted;
-        looked_at = 0;
-      }
-      ++context.evict_at;
-    }
-    if (evicted == 0) context.evict_at = some_record(context);
-  }
-  statistics_.evicted += evicted;
+// Before an entry is added to a context where there is no room for one.
+void PrefixIndex::make_room(Context& context) {
+  if (context.records >= limits_.prefixes_per_context_max)
+    statistics_.evicted += evict(context.eviction, &context);
+  if (pool_.size() >= limits_.prefixes_max) statistics_.evicted_in_all += evict(eviction_, nullptr);
 }
 
-// Any record of the context, each as likely as the others: all numbers are tried, as most are of a context
-// that is full. One that has few of them makes do with one of the first kRunSample of any run, though runs
-// that are longer than others are met too seldom then.
-BlockId PrefixIndex::some_record(const Context& context) {
+// Makes room for at least one entry, and not many more, of the context or, when that is null, of all: a
+// threshold is taken from a sample (as Redis approximates LRU, but the sample picks the age, not the victim),
+// and the entries that it condemns go in runs of neighbouring records, a few with every insertion, so that
+// what comes next finds neighbouring numbers free. Exact up to kSample entries. Returns how many were
+// evicted: records of a dropped context make room too.
+size_t PrefixIndex::evict(Eviction& eviction, Context* only) {
+  size_t evicted = 0;
+  size_t buried = 0;
+  size_t jumps = 0;
+  while (evicted + buried == 0) {
+    if (eviction.left == 0 || jumps++ == kEvictJumpsMax) {
+      choose_victims(eviction, only);
+      jumps = 0;
+    }
+    for (size_t looked_at = 0;
+         looked_at < kEvictRun && evicted + buried < kEvictionsMax && eviction.left != 0; ++looked_at) {
+      const BlockId id = eviction.at;
+      const BlockRecord* const record = pool_.peek(id);
+      if (record == nullptr) break;
+      ++eviction.at;
+      if (record->holders == kEmptySet) continue;
+      const uint32_t number = sets_.context(record->holders);
+      if (only != nullptr && number != only->id) continue;
+      Context* const context = only != nullptr ? only : find_context(number);
+      if (context == nullptr) {
+        bury(id);
+        ++buried;
+      } else if (record->last_seen <= eviction.up_to) {
+        forget(*context, id);
+        --eviction.left;
+        ++evicted;
+      } else {
+        continue;
+      }
+      looked_at = 0;
+    }
+    if (evicted + buried == 0) eviction.at = some_record(only);
+  }
+  return evicted;
+}
+
+// Any record of the context, or of all, each as likely as the others: all numbers are tried, as most are of a
+// context that is full. One that has few of them makes do with one of the first kRunSample of any run, though
+// runs that are longer than others are met too seldom then.
+BlockId PrefixIndex::some_record(const Context* only) {
   const auto next_random = [this] { return mix64(random_ += 0x9E3779B97F4A7C15u); };
-  for (size_t tries = context.records < pool_.end() / kTries ? 0 : kTries; tries != 0; --tries) {
+  const bool has_many = only == nullptr || only->records >= pool_.end() / kTries;
+  for (size_t tries = has_many ? kTries : 0; tries != 0; tries -= only == nullptr ? 0 : 1) {
     const auto id = static_cast<BlockId>(next_random() % pool_.end());
     const BlockRecord* const record = pool_.peek(id);
-    if (record != nullptr && record->holders != kEmptySet && sets_.context(record->holders) == context.id)
+    if (record != nullptr && record->holders != kEmptySet &&
+        (only == nullptr || sets_.context(record->holders) == only->id))
       return id;
   }
   const uint64_t random = next_random();
-  BlockId id = context.listed.some(random);
+  BlockId id = only->listed.some(random);
   for (uint64_t further = random % kRunSample; further != 0 && is_unlisted(id + 1); --further) ++id;
   return id;
 }
 
-void PrefixIndex::choose_victims(Context& context) {
+void PrefixIndex::choose_victims(Eviction& eviction, const Context* only) {
   std::vector<std::pair<Tick, BlockId>> seen;
-  if (context.records <= kSample) {
-    context.listed.for_each([&](BlockId id) {
-      seen.emplace_back(Tick{pool_[id].last_seen}, id);
-      for (; is_unlisted(id + 1); ++id) seen.emplace_back(Tick{pool_[id + 1].last_seen}, id + 1);
+  const auto see = [&](BlockId id) { seen.emplace_back(Tick{pool_[id].last_seen}, id); };
+  const size_t records = only == nullptr ? pool_.size() : only->records;
+  if (records > kSample) {
+    for (size_t i = 0; i < kSample; ++i) see(some_record(only));
+  } else if (only == nullptr) {
+    uint64_t cursor = 0;
+    pool_.walk(cursor, [&](BlockId id, const BlockRecord* record) {
+      if (record != nullptr && record->holders != kEmptySet) see(id);
+      return true;
     });
   } else {
-    for (size_t i = 0; i < kSample; ++i) {
-      const BlockId id = some_record(context);
-      seen.emplace_back(Tick{pool_[id].last_seen}, id);
-    }
+    only->listed.for_each([&](BlockId id) {
+      see(id);
+      for (; is_unlisted(id + 1); ++id) see(id + 1);
+    });
   }
   const size_t rank = std::max<size_t>(1, seen.size() / 16) - 1;
   std::nth_element(seen.begin(), seen.begin() + static_cast<ptrdiff_t>(rank), seen.end());
-  context.evict_up_to = seen[rank].first;
-  context.evict_at = seen[rank].second;
-  context.evict_left = std::max<size_t>(1, context.records / 16);
+  eviction.up_to = seen[rank].first;
+  eviction.at = seen[rank].second;
+  eviction.left = std::max<size_t>(1, records / 16);
 }
 
 // -- sweeping: a pass goes through graveyard, records, marks, claims, other names, copies, aliases
@@ -223,14 +248,7 @@ size_t PrefixIndex::sweep_records(Tick now, size_t visits_max, Swept& swept) {
 void PrefixIndex::clean_record(BlockId id, Tick now, Swept& swept) {
   BlockRecord& record = pool_[id];
   Context* const context = find_context(sets_.context(record.holders));
-  if (context == nullptr) {  // dropped
-    if (BlockRecord* const next = pool_.peek(id + 1); next != nullptr)
-      next->follows = false;  // nothing follows a record that is not there
-    unname(id);
-    sets_.release(record.holders);
-    pool_.free(id);
-    return;
-  }
+  if (context == nullptr) return bury(id);
   if (record.is_expired(now, limits_.ttl)) {
     forget(*context, id);
     ++swept.expired;
@@ -253,6 +271,15 @@ void PrefixIndex::clean_record(BlockId id, Tick now, Swept& swept) {
   replace(owners, left);
   record.owners = owners;
   if (owners == kEmptySet) names_.erase(record.name, id);
+}
+
+// Frees a record of a context that was dropped.
+void PrefixIndex::bury(BlockId id) {
+  if (BlockRecord* const next = pool_.peek(id + 1); next != nullptr)
+    next->follows = false;  // nothing follows a record that is not there
+  unname(id);
+  sets_.release(pool_[id].holders);
+  pool_.free(id);
 }
 
 bool PrefixIndex::keep_name(OtherName& name, Tick now) {

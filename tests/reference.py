@@ -557,6 +557,7 @@ class ReferenceIndex:
             bytes=0,
             expired=self._counts["expired"],
             evicted=self._counts["evicted"],
+            evicted_in_all=self._counts["evicted_in_all"],
             contexts_evicted=self._counts["contexts_evicted"],
             orphans_dropped=self._counts["orphans_dropped"],
             orphans_expired=self._counts["orphans_expired"],
@@ -690,6 +691,13 @@ class ReferenceIndex:
             evicted = set(oldest_first[: max(1, len(entries) // 16)])
             self._counts["evicted"] += len(evicted)
             self._forget(context, evicted)
+        everything = [(seen, c.id, p) for c in self._contexts.values() for p, seen in c.last_seen.items()]
+        if prefix not in entries and len(everything) >= self._limits.prefixes_max:
+            everything.sort(key=lambda entry: entry[0])
+            oldest = everything[: max(1, len(everything) // 16)]
+            self._counts["evicted_in_all"] += len(oldest)
+            for _, number, p in oldest:
+                self._forget(self._contexts[number], {p})
 
     def _forget(self, context: _Context, prefixes: set[int]) -> None:
         for prefix in prefixes:

@@ -9,7 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.config import load_settings
 from app.index.prefix_index import PrefixIndex
 from app.ingest.zmq import ZmqIngest
-from app.metrics import Figures, Metrics
+from app.metrics.figures import Figures
+from app.metrics.metrics import Metrics
 from app.service import IndexerService, index_limits
 
 
@@ -55,6 +56,7 @@ def test_every_figure_of_the_index_has_a_metric() -> None:
     elsewhere = {
         "expired": 'kvindexer_index_evictions_total{cause="ttl_s"}',
         "evicted": 'kvindexer_index_evictions_total{cause="prefixes_per_context_max"}',
+        "evicted_in_all": 'kvindexer_index_evictions_total{cause="prefixes_max"}',
         "contexts_evicted": 'kvindexer_index_evictions_total{cause="contexts_max"}',
         "orphans_dropped": 'kvindexer_index_orphans_dropped_total{cause="orphan_blocks_max"}',
         "orphans_expired": 'kvindexer_index_orphans_dropped_total{cause="ttl_s"}',

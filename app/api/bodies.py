@@ -4,7 +4,7 @@ get.
 A query of 4,096 tokens is a few short fields and one long array. Validating the array element by element as
 Python objects costs far more than the match itself, so the body is cut into raw fields first (msgspec.Raw),
 the arrays go to their parsers as they are, and only the short fields are decoded and validated, by the
-models of app/schemas.py.
+models of app/schemas.
 
 Nothing is built for a body before it is known to be small: arrays are counted before msgspec makes a list of
 them, and a field that holds one value is never decoded as anything else. Without that, 16 MiB of `[0,0,0` are

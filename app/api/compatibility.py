@@ -16,7 +16,11 @@ from fastapi import APIRouter, Request, Response
 from app.api import bodies
 from app.api.document import described
 from app.api.wiring import Wiring, wiring_of
-from app.compatibility_schemas import (
+from app.endpoints import Endpoint, rank_endpoints
+from app.errors import InvalidInput, UnknownPod
+from app.instances import DEFAULT, Instance, Partition, instance_of, model_of
+from app.pods import Pod, PodSpec, Source, SourceState
+from app.schemas.compatibility import (
     GlobalViewResponse,
     PartitionFields,
     RegisterRequest,
@@ -26,10 +30,6 @@ from app.compatibility_schemas import (
     UnregisterResponse,
     WorkerRow,
 )
-from app.endpoints import Endpoint, rank_endpoints
-from app.errors import InvalidInput, UnknownPod
-from app.instances import DEFAULT, Instance, Partition, instance_of, model_of
-from app.pods import Pod, PodSpec, Source, SourceState
 
 router = APIRouter(tags=["compatibility"])
 

@@ -16,7 +16,10 @@ from app.api import bodies
 from app.api.compatibility import answer, model_name, partition_of, read_fields, required_model
 from app.api.document import described
 from app.api.wiring import Wiring, wiring_of
-from app.compatibility_schemas import (
+from app.errors import InvalidInput
+from app.extra_keys import query_extra_keys
+from app.instances import Partition, instance_of, model_of
+from app.schemas.compatibility import (
     LookupFields,
     LookupRequest,
     LookupResponse,
@@ -25,9 +28,6 @@ from app.compatibility_schemas import (
     QueryRequest,
     QueryResponse,
 )
-from app.errors import InvalidInput
-from app.extra_keys import query_extra_keys
-from app.instances import Partition, instance_of, model_of
 from app.scoring import TIER_LABELS
 from app.service import MatchQuery, MatchResult
 

@@ -6,6 +6,8 @@ Handlers take the request as it is, so the framework cannot see what they accept
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from typing import Any
 
 from fastapi import FastAPI, Response
@@ -13,7 +15,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from app import compatibility_schemas, schemas
+from app import schemas
 from app.api.access import needed_scope
 from app.api.bodies import JSON, MSGPACK, OCTETS
 from app.api.problems import CONTENT_TYPE as PROBLEM
@@ -117,7 +119,9 @@ def _security(method: str, path: str) -> list[dict[str, list[str]]]:
 
 
 def _model_schemas() -> dict[str, Any]:
-    values = [*vars(schemas).values(), *vars(compatibility_schemas).values()]
+    """Of all in app/schemas: a body that is read raw is named by reference only."""
+    files = [module.name for module in pkgutil.iter_modules(schemas.__path__, f"{schemas.__name__}.")]
+    values = [value for file in files for value in vars(importlib.import_module(file)).values()]
     models = {value for value in values if isinstance(value, type) and issubclass(value, BaseModel)}
     _, definitions = models_json_schema(
         [(model, "validation") for model in sorted(models - {BaseModel}, key=lambda model: model.__name__)],

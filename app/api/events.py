@@ -4,8 +4,9 @@ match sees it.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -16,9 +17,9 @@ from app.api import bodies
 from app.api.document import described
 from app.api.wiring import Wiring, wiring_of
 from app.errors import BatchRejected, InvalidInput, LimitExceeded
-from app.events import BlockRemoved, EventBatch
+from app.events import BlockRemoved, EventBatch, PrefixesStored
 from app.ingest.vllm import EventPost, decode_batch, decode_json_events
-from app.schemas import EventsFields, EventsRequest, EventsResponse
+from app.schemas.events import EventsFields, EventsRequest, EventsResponse
 from app.service import BatchResult, IndexerService
 from app.writers import Writer
 
@@ -98,20 +99,33 @@ def apply_batch(
             incomplete=incomplete,
             owner=owner,
         )
-    result = service.post(
-        pod,
-        batch,
-        model=model,
-        dp_rank=dp_rank,
-        seq=seq,
-        lora=lora or None,
-        digest=digest,
-        incomplete=incomplete,
-        owner=owner,
-    )
-    if batch.ts is not None and not result.duplicate:
-        wiring.metrics.observe_lag(time.time() - batch.ts)
-    return _shown(result)
+
+    def apply() -> dict[str, Any]:
+        result = service.post(
+            pod,
+            batch,
+            model=model,
+            dp_rank=dp_rank,
+            seq=seq,
+            lora=lora or None,
+            digest=digest,
+            incomplete=incomplete,
+            owner=owner,
+        )
+        if batch.ts is not None and not result.duplicate:
+            wiring.metrics.observe_lag(time.time() - batch.ts)
+        return _shown(result)
+
+    if any(isinstance(event, PrefixesStored) for event in batch.events):
+        return _behind(service.listing(), apply)
+    return apply()
+
+
+async def _behind(slices: Iterator[None], apply: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A dump asks for prefixes without their chains; others have their turn until the index can answer that."""
+    for _ in slices:
+        await asyncio.sleep(0)
+    return apply()
 
 
 async def _apply_through_log(

@@ -11,7 +11,7 @@ from app.api import bodies
 from app.api.document import described
 from app.api.wiring import Wiring, wiring_of
 from app.errors import InvalidInput
-from app.schemas import EXCLUDED_MAX, FuzzyFields, FuzzyRequest, FuzzyResponse
+from app.schemas.fuzzy import EXCLUDED_MAX, FuzzyFields, FuzzyRequest, FuzzyResponse
 from app.service import FuzzyQuery, FuzzyResult
 from app.tokenizer.prompts import Prompt
 

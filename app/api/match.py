@@ -14,8 +14,8 @@ from app.api.prompts import ARRAYS, HASHES_ALONE, make_query, read_query
 from app.api.wiring import Wiring, wiring_of
 from app.errors import IndexerError, InvalidInput
 from app.hints import Hint
-from app.schemas import (
-    PODS_ASKED_MAX,
+from app.schemas.fields import PODS_ASKED_MAX
+from app.schemas.match import (
     BatchRequest,
     BatchResponse,
     MatchRequest,

@@ -15,7 +15,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.correlation import CURRENT, Correlation, correlate
-from app.metrics import Metrics
+from app.metrics.metrics import Metrics
 from app.tracing import Spans
 
 logger = logging.getLogger("app.access")

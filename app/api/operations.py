@@ -8,8 +8,8 @@ from app import __version__
 from app.api import bodies, problems
 from app.api.document import PROBLEMS, described
 from app.api.wiring import wiring_of
-from app.metrics import CONTENT_TYPE
-from app.schemas import HealthResponse, StatsResponse
+from app.metrics.metrics import CONTENT_TYPE
+from app.schemas.operations import HealthResponse, StatsResponse
 
 router = APIRouter(tags=["operations"])
 

@@ -12,7 +12,7 @@ from app.api import bodies
 from app.api.document import described
 from app.api.wiring import wiring_of
 from app.owners import OwnerInfo
-from app.schemas import OwnersResponse
+from app.schemas.owners import OwnersResponse
 
 router = APIRouter(prefix="/v1/owners", tags=["owners"])
 

@@ -15,7 +15,8 @@ from app.errors import InvalidInput
 from app.events import Tier
 from app.pods import Pod, PodSpec, Source
 from app.redaction import redacted
-from app.schemas import Name, PodRequest, PodResponse, PodsResponse, RemovedResponse, RemoveFields
+from app.schemas.fields import Name
+from app.schemas.pods import PodRequest, PodResponse, PodsResponse, RemovedResponse, RemoveFields
 
 _name: TypeAdapter[str] = TypeAdapter(Name)
 

@@ -10,14 +10,14 @@ from app.api.prompts import HASHES_ALONE
 from app.api.wiring import Wiring, wiring_of
 from app.errors import InvalidInput
 from app.extra_keys import query_extra_keys
-from app.schemas import (
+from app.schemas.prefixes import (
     HashesRequest,
     HashesResponse,
     PrefixesFields,
     PrefixesRequest,
     PrefixesResponse,
-    PromptFields,
 )
+from app.schemas.prompts import PromptFields
 
 router = APIRouter(prefix="/v1", tags=["match"])
 

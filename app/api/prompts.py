@@ -8,7 +8,7 @@ from app.api import bodies
 from app.api.wiring import Wiring
 from app.errors import InvalidInput
 from app.extra_keys import query_extra_keys
-from app.schemas import MatchFields, TextFields
+from app.schemas.match import MatchFields, TextFields
 from app.service import MatchQuery
 from app.tokenizer.prompts import Prompt
 

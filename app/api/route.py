@@ -16,7 +16,8 @@ from app.api.prompts import ARRAYS, read_query
 from app.api.wiring import wiring_of
 from app.router import RouteResult
 from app.routing import Load, Policy, Ranked, reason
-from app.schemas import PODS_ASKED_MAX, RouteFields, RouteRequest, RouteResponse
+from app.schemas.fields import PODS_ASKED_MAX
+from app.schemas.route import RouteFields, RouteRequest, RouteResponse
 
 router = APIRouter(prefix="/v1", tags=["match"])
 
@@ -26,7 +27,7 @@ _Requests = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class _Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What schemas.LoadFields says, decoded without an object more than it needs."""
+    """What LoadFields says, decoded without an object more than it needs."""
 
     running: _Requests = 0.0
     waiting: _Requests = 0.0

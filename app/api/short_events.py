@@ -22,7 +22,7 @@ from app.api.wiring import Wiring
 from app.errors import UnreadableBatch
 from app.ingest.wire_decode import decode_events
 from app.ingest.wire_notation import cut_json
-from app.schemas import DP_RANK_MAX, NAME_CHARS_MAX
+from app.schemas.fields import DP_RANK_MAX, NAME_CHARS_MAX
 from app.service import IndexerService
 
 SEQ_MAX = 2**63 - 1  # a larger one is for the long way

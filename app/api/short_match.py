@@ -18,7 +18,8 @@ from app.api import bodies
 from app.api.wiring import Wiring
 from app.errors import InvalidInput
 from app.extra_keys import query_extra_keys
-from app.schemas import BLOCK_SIZE_MAX, NAME_CHARS_MAX, PODS_ASKED_MAX, OctetsFields
+from app.schemas.fields import BLOCK_SIZE_MAX, NAME_CHARS_MAX, PODS_ASKED_MAX
+from app.schemas.match import OctetsFields
 from app.service import MatchQuery
 
 QUERY_BYTES_MAX = 2_048  # of a query string that is worth remembering

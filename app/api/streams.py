@@ -12,7 +12,8 @@ from starlette.types import Receive, Scope, Send
 from app.api import bodies
 from app.api.document import described_stream
 from app.api.wiring import wiring_of
-from app.schemas import DumpFields, EventsRequest
+from app.schemas.events import EventsRequest
+from app.schemas.operations import DumpFields
 
 NDJSON = "application/x-ndjson"
 EVENT_STREAM = "text/event-stream"

@@ -12,7 +12,7 @@ from app._native import PlainBatch
 from app.config import Settings
 from app.connections import ConnectionLimits
 from app.ingest.vllm import plain_batch
-from app.metrics import Metrics
+from app.metrics.metrics import Metrics
 from app.router import Router
 from app.service import IndexerService
 from app.tokenizer.front import Tokenizer

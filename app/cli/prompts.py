@@ -15,7 +15,8 @@ from app.cli import screen
 from app.cli.connection import DEFAULT_URL, ApiKey, AsJson, Connection, Url
 from app.config import Settings
 from app.extra_keys import query_extra_keys
-from app.schemas import BLOCK_SIZE_MAX, FUZZY_DISTANCE_MAX, FUZZY_MATCHES_MAX, TOKEN_ID_MAX
+from app.schemas.fields import BLOCK_SIZE_MAX, TOKEN_ID_MAX
+from app.schemas.fuzzy import FUZZY_DISTANCE_MAX, FUZZY_MATCHES_MAX
 
 Model = Annotated[str, typer.Option("--model", "-m", help="The model's name, as the pods have it.")]
 Lora = Annotated[str | None, typer.Option("--lora", help="LoRA adapter; none is the bare model.")]
@@ -174,38 +175,7 @@ def fuzzy(
         answer = indexer.post("/v1/fuzzy-match", body)
     if as_json:
         return screen.print_json(answer)
-    held = [
-        (
-            pod["pod"],
-            pod["reusable_blocks"],
-            pod["reusable_tokens"],
-            f"{100 * pod['coverage']:.1f} %",
-            f"{pod['mean_confidence']:.3f}",
-        )
-        for pod in answer["pods"]
-    ]
-    title = f"{answer['tokens']} tokens, blocks of {answer['block_size']}"
-    columns = ("pod", "#blocks", "#reusable tokens", "#coverage", "#confidence")
-    screen.print_table(columns, held, title=title)
-    owned = [
-        (row["owner"], row["reusable_blocks"], row["reusable_tokens"], f"{100 * row['coverage']:.1f} %")
-        for row in answer["owners"]
-    ]
-    if owned:
-        screen.print_table(("owner", "#blocks", "#reusable tokens", "#coverage"), owned)
-    matches = [
-        (
-            block["token_offset"],
-            row["kind"],
-            row["hamming_distance"],
-            row["pod"],
-            row["dp_rank"],
-            ", ".join(row["owners"]),
-        )
-        for block in answer["blocks"]
-        for row in block["matches"]
-    ]
-    return screen.print_table(("#token", "kind", "#distance", "pod", "#rank", "owners"), matches)
+    return _print_reusable(answer)
 
 
 def hash_prompt(
@@ -243,6 +213,42 @@ def hash_prompt(
         for index, value in enumerate(hashes)
     ]
     return screen.print_table(("#block", "tokens", "#prefix hash"), rows)
+
+
+def _print_reusable(answer: dict[str, Any]) -> None:
+    """By pod, by owner where there are any, and by place of the prompt."""
+    held = [
+        (
+            pod["pod"],
+            pod["reusable_blocks"],
+            pod["reusable_tokens"],
+            f"{100 * pod['coverage']:.1f} %",
+            f"{pod['mean_confidence']:.3f}",
+        )
+        for pod in answer["pods"]
+    ]
+    title = f"{answer['tokens']} tokens, blocks of {answer['block_size']}"
+    columns = ("pod", "#blocks", "#reusable tokens", "#coverage", "#confidence")
+    screen.print_table(columns, held, title=title)
+    owned = [
+        (row["owner"], row["reusable_blocks"], row["reusable_tokens"], f"{100 * row['coverage']:.1f} %")
+        for row in answer["owners"]
+    ]
+    if owned:
+        screen.print_table(("owner", "#blocks", "#reusable tokens", "#coverage"), owned)
+    matches = [
+        (
+            block["token_offset"],
+            row["kind"],
+            row["hamming_distance"],
+            row["pod"],
+            row["dp_rank"],
+            ", ".join(row["owners"]),
+        )
+        for block in answer["blocks"]
+        for row in block["matches"]
+    ]
+    screen.print_table(("#token", "kind", "#distance", "pod", "#rank", "owners"), matches)
 
 
 def _prompt(

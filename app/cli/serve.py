@@ -35,6 +35,7 @@ def serve(
     ttl_s: Annotated[float | None, _setting("ttl_s")] = None,
     contexts_max: Annotated[int | None, _setting("contexts_max")] = None,
     prefixes_per_context_max: Annotated[int | None, _setting("prefixes_per_context_max")] = None,
+    prefixes_max: Annotated[int | None, _setting("prefixes_max")] = None,
     block_size_default: Annotated[int | None, _setting("block_size_default")] = None,
     body_bytes_max: Annotated[int | None, _setting("body_bytes_max")] = None,
     tokens_max: Annotated[int | None, _setting("tokens_max")] = None,

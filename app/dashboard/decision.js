@@ -1,6 +1,7 @@
 // Where a prompt would go and why: every candidate with its score. Asked as a dry run, so that looking changes nothing.
 
 import { said } from "./api.js";
+import { addCell, addState, frame, headedTable, nameRow } from "./tables.js";
 
 const number = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
 const HEADS = [["Pod / rank"], ["Score", "number"], ["Blocks", "number"], ["Load"], ["State"], ["Why"]];
@@ -19,33 +20,19 @@ export function decision(outcome) {
 }
 
 function table(choice) {
-  const scroll = document.createElement("div");
-  scroll.className = "scroll";
-  scroll.tabIndex = 0;
-  scroll.setAttribute("role", "region");
-  scroll.setAttribute("aria-label", "Candidates");
-  const made = scroll.appendChild(document.createElement("table"));
+  const scroll = frame("Candidates");
+  const made = scroll.appendChild(headedTable(HEADS));
   made.id = "candidates";
-  const head = made.createTHead().insertRow();
-  for (const [title, kind] of HEADS) {
-    const cell = head.appendChild(document.createElement("th"));
-    cell.scope = "col";
-    cell.textContent = title;
-    if (kind) cell.className = kind;
-  }
-  const body = made.createTBody();
   for (const candidate of choice.candidates) {
-    const row = body.insertRow();
+    const row = made.tBodies[0].insertRow();
     if (candidate.pod === choice.pod && candidate.dp_rank === choice.dp_rank) row.className = "chosen";
-    const name = row.appendChild(document.createElement("th"));
-    name.scope = "row";
-    name.textContent = `${candidate.pod} / ${candidate.dp_rank}`;
-    add(row, candidate.score.toFixed(3), "number");
-    add(row, blocks(candidate), "number");
-    add(row, load(candidate));
-    const state = add(row, (candidate.state ?? "not registered").replace("_", " "), "state");
-    if (candidate.state) state.dataset.state = candidate.state;
-    add(row, candidate.reason);
+    nameRow(row, `${candidate.pod} / ${candidate.dp_rank}`);
+    addCell(row, candidate.score.toFixed(3), "number");
+    addCell(row, blocks(candidate), "number");
+    addCell(row, load(candidate));
+    if (candidate.state) addState(row, candidate.state);
+    else addCell(row, "not registered", "state");
+    addCell(row, candidate.reason);
   }
   return scroll;
 }
@@ -61,11 +48,4 @@ function load(candidate) {
   const { running, waiting, kv_usage: usage } = candidate.load;
   const told = `${number.format(running)} running, ${number.format(waiting)} waiting, ${Math.round(100 * usage)} % of KV`;
   return own ? `${told}, ${own}` : told;
-}
-
-function add(row, text, kind = "") {
-  const cell = row.insertCell();
-  cell.textContent = text;
-  cell.className = kind;
-  return cell;
 }

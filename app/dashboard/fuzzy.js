@@ -1,8 +1,10 @@
 // What of a prompt is held although its beginning is not: by place along the prompt, and by pod.
 
 import { said } from "./api.js";
+import { addCell, frame, headedTable, nameRow } from "./tables.js";
 
 const ROWS_MAX = 64;
+const HEADS = [["Pod"], ["Reusable tokens", "number"], ["Share of the prompt", "number"], ["Mean confidence", "number"]];
 
 export function fuzzyHits(outcome, match) {
   const line = document.createElement("p");
@@ -52,31 +54,15 @@ function places(found) {
 }
 
 function pods(found) {
-  const scroll = document.createElement("div");
-  scroll.className = "scroll";
-  scroll.tabIndex = 0;
-  scroll.setAttribute("role", "region");
-  scroll.setAttribute("aria-label", "Reusable tokens by pod");
-  const table = scroll.appendChild(document.createElement("table"));
+  const scroll = frame("Reusable tokens by pod");
+  const table = scroll.appendChild(headedTable(HEADS));
   table.id = "fuzzy";
-  const head = table.createTHead().insertRow();
-  for (const title of ["Pod", "Reusable tokens", "Share of the prompt", "Mean confidence"]) {
-    const cell = head.appendChild(document.createElement("th"));
-    cell.scope = "col";
-    cell.textContent = title;
-    if (title !== "Pod") cell.className = "number";
-  }
-  const body = table.createTBody();
   for (const pod of found.pods.slice(0, ROWS_MAX)) {
-    const row = body.insertRow();
-    const name = row.appendChild(document.createElement("th"));
-    name.scope = "row";
-    name.textContent = pod.pod;
-    for (const text of [pod.reusable_tokens, `${(100 * pod.coverage).toFixed(1)} %`, pod.mean_confidence.toFixed(3)]) {
-      const cell = row.insertCell();
-      cell.textContent = text;
-      cell.className = "number";
-    }
+    const row = table.tBodies[0].insertRow();
+    nameRow(row, pod.pod);
+    addCell(row, pod.reusable_tokens, "number");
+    addCell(row, `${(100 * pod.coverage).toFixed(1)} %`, "number");
+    addCell(row, pod.mean_confidence.toFixed(3), "number");
   }
   if (found.pods.length > ROWS_MAX) {
     table.createCaption().textContent = `The first ${ROWS_MAX} of ${found.pods.length} pods.`;

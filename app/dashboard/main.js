@@ -53,7 +53,7 @@ function chart(stats, text, nowMs) {
   drawn.bytes.add(stats.index.bytes);
   if (last && stats.uptime_s >= last.stats.uptime_s) {
     const seconds = (nowMs - last.nowMs) / 1000;
-    const gone = (s) => s.index.evicted + s.index.expired;
+    const gone = (s) => s.index.evicted + s.index.evicted_in_all + s.index.expired;
     const asked = stats.queries.tokens_asked - last.stats.queries.tokens_asked;
     drawn.evicted.add((gone(stats) - gone(last.stats)) / seconds);
     drawn.matches.add((stats.queries.matches - last.stats.queries.matches) / seconds);

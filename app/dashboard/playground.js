@@ -3,6 +3,7 @@
 import * as api from "./api.js";
 import { decision } from "./decision.js";
 import { fuzzyHits } from "./fuzzy.js";
+import { addCell, addState, frame, nameRow } from "./tables.js";
 
 const CELLS_MAX = 512; // blocks drawn; a longer prompt says how many it leaves out
 const ROWS_MAX = 64; // sources drawn
@@ -108,23 +109,15 @@ function legend() {
 }
 
 function grid(result) {
-  const scroll = document.createElement("div");
-  scroll.className = "grid scroll";
-  scroll.tabIndex = 0;
-  scroll.setAttribute("role", "region");
-  scroll.setAttribute("aria-label", "Blocks by source");
+  const scroll = frame("Blocks by source");
+  scroll.classList.add("grid");
   const table = scroll.appendChild(document.createElement("table"));
   const drawn = Math.min(result.blocks, CELLS_MAX);
   for (const match of result.matches.slice(0, ROWS_MAX)) {
     const row = table.appendChild(document.createElement("tr"));
-    const name = row.appendChild(document.createElement("th"));
-    name.scope = "row";
-    name.textContent = `${match.pod} / ${match.dp_rank}`;
-    const state = row.appendChild(document.createElement("td"));
-    state.textContent = match.state.replace("_", " ");
-    state.className = "state";
-    state.dataset.state = match.state;
-    const cells = row.appendChild(document.createElement("td")).appendChild(document.createElement("span"));
+    nameRow(row, `${match.pod} / ${match.dp_rank}`);
+    addState(row, match.state);
+    const cells = addCell(row, "").appendChild(document.createElement("span"));
     cells.className = "cells";
     cells.setAttribute("role", "img");
     cells.setAttribute("aria-label", TIERS.map((tier) => `${tier} to block ${match.tiers[tier] ?? 0}`).join(", "));
@@ -136,8 +129,7 @@ function grid(result) {
       cell.title = `block ${block}: ${tier ?? (cell.dataset.tier ? "announced" : "not held")}`;
     }
     if (result.blocks > drawn) cells.after(` and ${result.blocks - drawn} more`);
-    row.appendChild(document.createElement("td")).textContent =
-      `${match.matched_blocks} blocks, ${match.percent.toFixed(1)} %, ${match.reusable_tokens} tokens reusable`;
+    addCell(row, `${match.matched_blocks} blocks, ${match.percent.toFixed(1)} %, ${match.reusable_tokens} tokens reusable`);
   }
   return scroll;
 }

@@ -1,5 +1,7 @@
 // The table of pods: one row a source, those in trouble first.
 
+import { addCell, addState, nameRow } from "./tables.js";
+
 const TIERS = ["gpu", "cpu", "disk", "external"];
 const TROUBLES = ["gaps", "restarts", "orphans", "rejected"];
 const ORDER = { down: 0, degraded: 1, catching_up: 2, live: 3 };
@@ -29,16 +31,12 @@ function draw() {
 
 function drawRow(row, most) {
   const line = document.createElement("tr");
-  const name = line.appendChild(document.createElement("th"));
-  name.scope = "row";
-  name.textContent = row.pod;
-  cell(line, row.dp_rank);
-  const state = cell(line, row.state.replace("_", " "));
-  state.className = "state";
-  state.dataset.state = row.state;
-  cell(line, age(row.last_event_age_s)).className = "number";
-  cell(line, row.last_seq ?? "–").className = "number";
-  const blocks = cell(line, "");
+  nameRow(line, row.pod);
+  addCell(line, row.dp_rank);
+  addState(line, row.state);
+  addCell(line, age(row.last_event_age_s), "number");
+  addCell(line, row.last_seq ?? "–", "number");
+  const blocks = addCell(line, "");
   const bar = blocks.appendChild(document.createElement("span"));
   bar.className = "bar";
   for (const tier of TIERS) {
@@ -50,7 +48,7 @@ function drawRow(row, most) {
   blocks.append(TIERS.filter((t) => row.blocks[t]).map((t) => `${number.format(row.blocks[t])} ${t}`).join(", ") || "none");
   const counts = TROUBLES.filter((t) => row[t]).map((t) => `${number.format(row[t])} ${t}`).join(", ");
   const cause = row.state === "live" ? "" : row.cause;
-  cell(line, [cause, counts].filter(Boolean).join("; ")).className = "trouble";
+  addCell(line, [cause, counts].filter(Boolean).join("; "), "trouble");
   return line;
 }
 
@@ -62,10 +60,4 @@ function age(seconds) {
   if (seconds === null || seconds === undefined) return "never";
   if (seconds < 60) return `${seconds.toFixed(1)} s`;
   return seconds < 3600 ? `${Math.floor(seconds / 60)} min` : `${Math.floor(seconds / 3600)} h`;
-}
-
-function cell(line, text) {
-  const made = line.appendChild(document.createElement("td"));
-  made.textContent = text;
-  return made;
 }

@@ -22,11 +22,12 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from app.bounded_read import read_at_most
 from app.discovery.sightings import Sighting
 from app.endpoints import Endpoint, parse_endpoint, rank_endpoints
 from app.errors import UNDECODABLE, InvalidInput, Unresponsive
 from app.pods import PodSpec
-from app.schemas import NAME_CHARS_MAX
+from app.schemas.fields import NAME_CHARS_MAX
 
 TIMEOUT_S = 3.0
 SOURCES_BYTES_MAX = 1024 * 1024
@@ -170,11 +171,9 @@ async def _get(client: httpx.AsyncClient, url: str, bytes_max: int) -> bytes:
 
 
 async def _read(client: httpx.AsyncClient, url: str, bytes_max: int) -> bytes:
-    body = bytearray()
     async with client.stream("GET", url) as response:
         response.raise_for_status()
-        async for chunk in response.aiter_bytes():
-            body += chunk
-            if len(body) > bytes_max:
-                raise InvalidInput(f"{url} answered with more than {bytes_max} bytes")
-    return bytes(body)
+        body = await read_at_most(response, bytes_max)
+    if body is None:
+        raise InvalidInput(f"{url} answered with more than {bytes_max} bytes")
+    return body

@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from app.bounded_read import read_at_most
 from app.discovery.sightings import Report, Said, Sighting, parse_said, sight
 from app.errors import UNDECODABLE, IndexerError, Unresponsive
 
@@ -158,7 +159,9 @@ class KubernetesPods:
         while True:
             more = {"continue": page} if page else {}
             async with self._get(client, {"limit": str(PAGE_PODS), **more}) as response:
-                body = await _body(response)
+                body = await read_at_most(response, PAGE_BYTES_MAX)
+            if body is None:
+                raise Unresponsive(f"a page of pods has more than {PAGE_BYTES_MAX} bytes")
             try:
                 listed = _list_decoder.decode(body)
             except UNDECODABLE as error:
@@ -265,8 +268,8 @@ class _Answer:
         if response.status_code == 200:
             return response
         try:
-            said = (await response.aread())[:LINE_BYTES_MAX]
-            failure = _failure_decoder.decode(said)
+            said = await read_at_most(response, LINE_BYTES_MAX)
+            failure = _Failure() if said is None else _failure_decoder.decode(said)
         except (*UNDECODABLE, httpx.HTTPError):
             failure = _Failure()
         finally:
@@ -289,15 +292,6 @@ def _refusal(failure: _Failure) -> IndexerError:
         f"the Kubernetes API answered {failure.code}: {failure.message or 'no reason given'}"
         f"{hints.get(failure.code, '')}"
     )
-
-
-async def _body(response: httpx.Response) -> bytes:
-    body = bytearray()
-    async for chunk in response.aiter_bytes():
-        body += chunk
-        if len(body) > PAGE_BYTES_MAX:
-            raise Unresponsive(f"a page of pods has more than {PAGE_BYTES_MAX} bytes")
-    return bytes(body)
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:

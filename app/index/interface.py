@@ -23,6 +23,8 @@ from app.index.prefix_index import (
     SweepResult,
 )
 
+LISTED_A_SLICE = 4_096  # blocks, by `list_all`: 0.3 ms
+
 
 def ticks(seconds: float) -> int:
     """A length of time in the index's ticks, rounded up."""

@@ -81,9 +81,10 @@ add_speculative(context, source, prefix_hashes, ttl)
   Returns the hashes that are now marked because of the call, new or prolonged.
 capacity
   A context never has more than `prefixes_per_context_max` entries: before an insertion that would exceed it, about
-  a sixteenth (at least one) of the least recently seen entries is evicted. More than `contexts_max` contexts: the
-  least recently used one (asked for by `context`, stored into or matched) is dropped whole, with its names, orphans
-  and marks; its id is not used again.
+  a sixteenth (at least one) of the least recently seen entries is evicted. All contexts together never have more than
+  `prefixes_max` (those of dropped contexts count until swept): the same, with the least recently seen entries of all.
+  More than `contexts_max` contexts: the least recently used one (asked for by `context`, stored into or matched) is
+  dropped whole, with its names, orphans and marks; its id is not used again.
 
 owners
   `add_owner` gives a number. An event that is stored with one claims each block that it stores: (slot, P, owner).
@@ -141,6 +142,7 @@ class IndexLimits:
     ttl_ticks: int = 12_000
     contexts_max: int = 1_000
     prefixes_per_context_max: int = 10_000_000
+    prefixes_max: int = 40_000_000  # in all; below 2**28 - 2**11
     orphan_blocks_max: int = 65_536
     speculative_blocks_max: int = 262_144
     claims_max: int = 4_000_000
@@ -227,7 +229,8 @@ class IndexStats:
     speculative_blocks: int
     bytes: int  # held by the native tables
     expired: int  # since start
-    evicted: int  # by capacity, since start
+    evicted: int  # by `prefixes_per_context_max`, since start
+    evicted_in_all: int  # by `prefixes_max`
     contexts_evicted: int
     orphans_dropped: int  # blocks
     orphans_expired: int  # blocks
@@ -253,6 +256,7 @@ class PrefixIndex:
             limits.ttl_ticks,
             limits.contexts_max,
             limits.prefixes_per_context_max,
+            limits.prefixes_max,
             limits.orphan_blocks_max,
             limits.speculative_blocks_max,
             limits.claims_max,

@@ -53,39 +53,23 @@ class Replica:
         index: PrefixIndex,
         contents: FuzzyIndex | None,
     ) -> None:
-        assert settings.redis_url is not None, "there is no replica without a log"
         self.name = settings.replica_id or f"{socket.gethostname()}-{os.getpid()}"
         # Another process of the same name must not be taken for this one: its numbers begin anew.
         incarnation = f"{self.name}:{secrets.token_hex(6)}"
-        partitions = settings.redis_partitions
-        self.log = RedisLog(
-            settings.redis_url.get_secret_value(),
-            cluster=settings.redis_cluster,
-            namespace=settings.redis_namespace,
-            timeout_s=settings.redis_timeout_s,
-        )
-        self._lag_s_max = settings.redis_lag_s_max
-        coder = Coder(service, shingle=0 if contents is None else contents.shingle)
+        self._settings = settings
+        self._service = service
+        partitions = self._partitions = settings.redis_partitions
+        self.log = _log(settings)
+        self._coder = Coder(service, shingle=0 if contents is None else contents.shingle)
         self._outbox = Outbox(
             incarnation,
             partitions,
             bytes_max=settings.redis_outbox_bytes_max,
             append=self._append,
-            landed=coder.land,
+            landed=self._coder.land,
         )
         self.applier = Applier(service, incarnation, partitions, settle=self._outbox.settle)
-        terms = Terms(
-            log="",
-            version=VERSION,
-            partitions=partitions,
-            fuzzy=settings.fuzzy,
-            count_copies=settings.count_copies,
-        )
-        store = RedisStore(
-            self.log.commands,
-            tag=f"{{{settings.redis_namespace}}}:snapshot",
-            timeout_s=max(settings.redis_timeout_s, STORE_TIMEOUT_S),
-        )
+        store = _snapshot_store(settings, self.log)
         self.keeper = SnapshotKeeper(
             service,
             index,
@@ -96,7 +80,7 @@ class Replica:
         )
         self._generations = Generations(
             self.log,
-            terms,
+            _terms(settings),
             service,
             self.applier,
             self._outbox,
@@ -115,26 +99,15 @@ class Replica:
             ended=self._outbox.has_ended,
         )
         self._generations.interrupt = self._follower.interrupt
-        self._snapshot_interval_s = settings.snapshot_interval_s
-        self._coder = coder
-        self._service = service
         self.writer = LogWriter(
             service,
-            coder,
+            self._coder,
             self._outbox,
             self.applier,
             partitions=partitions,
             answer_timeout_s=settings.redis_answer_timeout_s,
         )
-        self._partitions = partitions
-        self.following = Following(
-            self.log.commands,
-            self.writer,
-            partitions=partitions,
-            partition_of=lambda pod: partition_of(pod, partitions),
-            key_of=lambda number, name: f"{{{settings.redis_namespace}:{number}}}:{name}",
-            ttl_s=settings.redis_lease_ttl_s,
-        )
+        self.following = _following(settings, self.log, self.writer)
         self._feed = self.writer.feed(self.following.leases.epoch)
         self._tasks: list[asyncio.Task[None]] = []
         self._unregistered: list[PodSpec] = []
@@ -213,7 +186,7 @@ class Replica:
 
     async def _keep(self) -> None:
         while True:
-            await asyncio.sleep(self._snapshot_interval_s * random.uniform(0.9, 1.1))
+            await asyncio.sleep(self._settings.snapshot_interval_s * random.uniform(0.9, 1.1))
             try:
                 await self._generations.save(lambda: self._follower.is_caught_up)
             except (LogAway, StoreFailed) as error:
@@ -244,8 +217,9 @@ class Replica:
             lag_s = self._follower.lag_s(partition)
             if not state.entered:
                 found.append((place, state.trouble or "the log is being read"))
-            elif lag_s > self._lag_s_max:
-                found.append((place, f"{lag_s:.0f} s behind: redis_lag_s_max = {self._lag_s_max:g}"))
+            elif lag_s > self._settings.redis_lag_s_max:
+                bound = f"redis_lag_s_max = {self._settings.redis_lag_s_max:g}"
+                found.append((place, f"{lag_s:.0f} s behind: {bound}"))
         found += [(f"pods.{spec.name}", "is not registered yet") for spec in self._unregistered]
         return found
 
@@ -283,3 +257,44 @@ class Replica:
             "hashed_blocks": self._coder.hashed_blocks,
             "raw_blocks": self._coder.raw_blocks,
         }
+
+
+def _log(settings: Settings) -> RedisLog:
+    assert settings.redis_url is not None, "there is no replica without a log"
+    return RedisLog(
+        settings.redis_url.get_secret_value(),
+        cluster=settings.redis_cluster,
+        namespace=settings.redis_namespace,
+        timeout_s=settings.redis_timeout_s,
+    )
+
+
+def _terms(settings: Settings) -> Terms:
+    """Those that this replica needs; the number of the log is not known yet."""
+    return Terms(
+        log="",
+        version=VERSION,
+        partitions=settings.redis_partitions,
+        fuzzy=settings.fuzzy,
+        count_copies=settings.count_copies,
+    )
+
+
+def _snapshot_store(settings: Settings, log: RedisLog) -> RedisStore:
+    return RedisStore(
+        log.commands,
+        tag=f"{{{settings.redis_namespace}}}:snapshot",
+        timeout_s=max(settings.redis_timeout_s, STORE_TIMEOUT_S),
+    )
+
+
+def _following(settings: Settings, log: RedisLog, writer: LogWriter) -> Following:
+    partitions = settings.redis_partitions
+    return Following(
+        log.commands,
+        writer,
+        partitions=partitions,
+        partition_of=lambda pod: partition_of(pod, partitions),
+        key_of=lambda number, name: f"{{{settings.redis_namespace}:{number}}}:{name}",
+        ttl_s=settings.redis_lease_ttl_s,
+    )

@@ -75,13 +75,9 @@ class SnapshotKeeper:
         Raises StoreFailed where nobody can say what there is.
         """
         for name in await self._store.names():
-            try:
-                source = await self._store.open(name)
-            except SnapshotRefused as error:
-                self._counts["refused"] += 1
-                logger.error("snapshot refused: %s", error)
-                continue
-            return await self._restore(source)
+            source = await self._open(name)
+            if source is not None:
+                return await self._restore(source)
         return ()
 
     async def load(
@@ -90,13 +86,8 @@ class SnapshotKeeper:
         """Takes the newest whole one of this log, if any, in place of what is held: `empty` makes room for it, `adopted`
         is called when its pods are registered. Raises StoreFailed, and SnapshotRefused when it changed meanwhile."""
         for name in await self._store.names():
-            try:
-                source = await self._store.open(name)
-            except SnapshotRefused as error:
-                self._counts["refused"] += 1
-                logger.error("snapshot refused: %s", error)
-                continue
-            if source.state.log != log:
+            source = await self._open(name)
+            if source is None or source.state.log != log:
                 continue
             empty()
             began_s = time.monotonic()
@@ -106,6 +97,14 @@ class SnapshotKeeper:
             self._tell(source, adoption, began_s)
             return source.state
         return None
+
+    async def _open(self, name: str) -> SnapshotSource | None:
+        try:
+            return await self._store.open(name)
+        except SnapshotRefused as error:
+            self._counts["refused"] += 1
+            logger.error("snapshot refused: %s", error)
+            return None
 
     async def _restore(self, source: SnapshotSource) -> tuple[PodSpec, ...]:
         began_s = time.monotonic()

@@ -165,7 +165,6 @@ class PostingPod(SimulatedPod):
         super().__init__(name, documents, seed)
         self._post = post
         self._as_json = as_json
-        self.retries = 0
 
     def _tell(self, events: list[WireEvent]) -> None:
         if not events:
@@ -189,6 +188,5 @@ class PostingPod(SimulatedPod):
             if status == 200:
                 return
             assert status == 503, f"a batch of {self.name} was refused: {status} {answer[:300]!r}"
-            self.retries += 1
             time.sleep(0.05)
         raise AssertionError(f"a batch of {self.name} was not taken within 100 s")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.schemas import Problem
+from app.schemas.problems import Problem
 from tests.api.conftest import Indexer, stored
 
 TOKENS = list(range(100, 108))

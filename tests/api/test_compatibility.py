@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.schemas import Problem
+from app.schemas.problems import Problem
 from tests.api.conftest import Indexer, stored
 
 TOKENS = list(range(1, 17))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from app.logs import JsonFormatter
-from app.schemas import Problem
+from app.schemas.problems import Problem
 from app.service import IndexerService
 from tests.api.conftest import Indexer, stored
 

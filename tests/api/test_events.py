@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import asyncio
 import base64
 import json
 from collections.abc import Callable
@@ -11,7 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.schemas import EventsResponse
+from app.hashing import prefix_hashes
+from app.index.interface import LISTED_A_SLICE
+from app.schemas.events import EventsResponse
 from tests.api.conftest import CLEARED, Indexer, removed, stored
 
 TOKENS = list(range(100, 116))
@@ -354,3 +358,28 @@ def test_an_incomplete_picture_is_degraded_until_it_is_cleared(indexer: Indexer)
     assert indexer.get("/v1/pods/pod-a").json()["ranks"][0]["state"] == "degraded"
     indexer.events(CLEARED)
     assert indexer.get("/v1/pods/pod-a").json()["ranks"][0]["state"] == "live"
+
+
+def test_others_have_their_turn_while_a_dump_waits(indexer: Indexer) -> None:
+    """Its prefixes have no chain, so all that is held has to be found by its hash first: not in one go."""
+    names, size = 16_384, 4
+    for first in range(0, 4 * names, names):
+        tokens = list(range(first, first + names * size))
+        assert indexer.events(stored(list(range(first, first + names)), tokens)).status_code == 200
+    packed = prefix_hashes("m", None, size, array.array("I", range(2 * size)).tobytes(), None)
+    known = array.array("Q", packed).tolist()
+
+    async def others() -> int:
+        body = {"pod": "pod-b", "model": "m", "events": [prefixes(prefix_hashes=known)]}
+        post = asyncio.create_task(indexer.client.post("/v1/events", json=body))
+        rounds = 0
+        while not post.done():
+            await asyncio.sleep(0)
+            rounds += 1
+        assert (await post).json()["stored_blocks"] == 2
+        return rounds
+
+    first, second = indexer.run(others()), indexer.run(others())
+    assert first - second >= 4 * names // LISTED_A_SLICE - 1
+    answer = indexer.post("/v1/match", {"model": "m", "token_ids": list(range(12))}).json()
+    assert {row["pod"]: row["matched_blocks"] for row in answer["matches"]} == {"pod-a": 3, "pod-b": 2}

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from app.index.prefix_index import IndexLimits
-from app.schemas import MatchResponse
+from app.schemas.match import MatchResponse
 from tests.api.conftest import Indexer, stored
 from tests.reference import ReferenceIndex
 

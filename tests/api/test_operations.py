@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.schemas import Problem, StatsResponse
+from app.schemas.operations import StatsResponse
+from app.schemas.problems import Problem
 from app.service import IndexerService
 from tests.api.conftest import Indexer, removed, stored
 

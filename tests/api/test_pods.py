@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.schemas import PodResponse, PodsResponse
+from app.schemas.pods import PodResponse, PodsResponse
 from tests.api.conftest import Indexer, stored
 
 TOKENS = list(range(100, 116))

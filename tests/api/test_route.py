@@ -8,7 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from app.schemas import BatchResponse, PodResponse, Problem, RouteResponse
+from app.schemas.match import BatchResponse
+from app.schemas.pods import PodResponse
+from app.schemas.problems import Problem
+from app.schemas.route import RouteResponse
 from tests.api.conftest import Indexer, stored
 
 TOKENS = list(range(100, 118))  # four blocks of four and a part of a fifth

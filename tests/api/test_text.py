@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from app.config import load_settings
-from app.schemas import MatchResponse, Problem
+from app.schemas.match import MatchResponse
+from app.schemas.problems import Problem
 from tests.api.conftest import Clock, Indexer, stored
 from tests.tokenizers import save_tokenizer
 

@@ -230,6 +230,9 @@ def test_what_fails_says_why(api: KubernetesApi, account: Path, monkeypatch: pyt
     assert "needs list and watch of pods" in failing(api, account, namespace="elsewhere")
     api.faults.status = 500
     assert "answered 500: a fault" in failing(api, account)
+    with monkeypatch.context() as bounded:
+        bounded.setattr(kubernetes, "LINE_BYTES_MAX", 20)  # less than its problem has
+        assert "answered 500: no reason given" in failing(api, account)
     api.faults.status = None
     api.faults.garbage = b"<html>"
     assert "did not answer with a list of pods" in failing(api, account)

@@ -1,4 +1,4 @@
-"""A full context: never past its bound, and what goes is what was seen longest ago.
+"""A full context, or contexts that are full together: never past the bound, and what goes is what was seen longest ago.
 
 Which of several equally old entries goes is free, so the two implementations are not compared with each other here:
 each is held to the rule, with the test keeping the book of what was last seen when.
@@ -32,12 +32,21 @@ steps = st.lists(
 )
 
 
+IN_ONE = IndexLimits(ttl_ticks=0, prefixes_per_context_max=CAPACITY)
+IN_ALL = IndexLimits(ttl_ticks=0, prefixes_max=CAPACITY)
+# And over how many contexts prompts are spread.
+bounds = pytest.mark.parametrize(
+    ("limits", "contexts"), [(IN_ONE, 1), (IN_ALL, 1), (IN_ALL, 3)], ids=["in-one", "in-all", "in-all-of-3"]
+)
+
+
 class Book:
     """The index, and when each entry was last seen by what was done to it."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, contexts: int) -> None:
         self.index = index
-        self.context = index.context("m", None, 1, 0)
+        self.contexts = [index.context(f"m{i}", None, 1, 0) for i in range(contexts)]
+        self.home: dict[int, int] = {}  # the context of each prefix that ever was
         self.source = index.add_source()
         self.now = 0
         self.last_seen: dict[int, int] = {}
@@ -45,12 +54,18 @@ class Book:
     def tokens(self, prompt: int, length: int) -> bytes:
         return struct.pack(f"<{length}I", *[prompt] * length)
 
+    def context(self, prompt: int) -> int:
+        return self.contexts[prompt % len(self.contexts)]
+
     def prefixes(self, prompt: int, length: int) -> tuple[int, ...]:
-        packed = self.index.prefix_hashes("m", None, 1, self.tokens(prompt, length), None)
-        return struct.unpack(f"<{length}Q", packed)
+        model = f"m{prompt % len(self.contexts)}"
+        packed = self.index.prefix_hashes(model, None, 1, self.tokens(prompt, length), None)
+        prefixes = struct.unpack(f"<{length}Q", packed)
+        self.home.update(dict.fromkeys(prefixes, self.context(prompt)))
+        return prefixes
 
     def held(self) -> set[int]:
-        return {p for p in self.last_seen if self.index.holders(self.context, p, self.now)}
+        return {p for p in self.last_seen if self.index.holders(self.home[p], p, self.now)}
 
     def store(self, prompt: int, length: int) -> None:
         before = self.held()
@@ -58,7 +73,7 @@ class Book:
         stored = self.prefixes(prompt, length)
         self.index.store(
             self.source,
-            self.context,
+            self.context(prompt),
             tier=0,
             group=0,
             engine_hashes=struct.pack(f"<{length}Q", *(prompt * LENGTH + i for i in range(length))),
@@ -75,7 +90,7 @@ class Book:
         assert len(gone) <= max(0, len(before | set(stored)) - CAPACITY)  # no more than had to
 
     def match(self, prompt: int, length: int) -> None:
-        rows = self.index.match_tokens(self.context, self.tokens(prompt, length), None, self.now)
+        rows = self.index.match_tokens(self.context(prompt), self.tokens(prompt, length), None, self.now)
         prefixes, held = self.prefixes(prompt, length), self.held()
         depth = next((i for i, p in enumerate(prefixes) if p not in held), length)
         assert [row.tiers[0] for row in rows] == ([depth] if depth else [])
@@ -89,27 +104,35 @@ class Book:
         assert (result.removed_blocks, result.unknown_blocks) == (int(was_held), int(not was_held))
 
 
+@bounds
 @given(steps=steps)
 @settings(max_examples=150, deadline=None)
-def test_what_was_evicted_is_not_found_by_content(steps: list[tuple[str, int, int, int]]) -> None:
+def test_what_was_evicted_is_not_found_by_content(
+    limits: IndexLimits, contexts: int, steps: list[tuple[str, int, int, int]]
+) -> None:
     contents = FuzzyIndex(FuzzyLimits())
-    book = Book(PrefixIndex(IndexLimits(ttl_ticks=0, prefixes_per_context_max=CAPACITY), contents))
+    book = Book(PrefixIndex(limits, contents), contexts)
     for what, prompt, length, wait in steps:
         book.now += wait
         if what == "store":
             book.store(prompt, length)
         elif what == "remove":
             book.remove(prompt, length)
-        assert sorted(contents.prefix_hashes(book.context)) == sorted(book.held())
+        found = [p for context in book.contexts for p in contents.prefix_hashes(context)]
+        assert sorted(found) == sorted(book.held())
 
 
 @pytest.mark.parametrize("make", [ReferenceIndex, PrefixIndex], ids=["oracle", "native"])
+@bounds
 @given(steps=steps)
 @settings(max_examples=150, deadline=None)
 def test_full_context_gives_up_what_was_seen_longest_ago(
-    make: Callable[[IndexLimits], Index], steps: list[tuple[str, int, int, int]]
+    make: Callable[[IndexLimits], Index],
+    limits: IndexLimits,
+    contexts: int,
+    steps: list[tuple[str, int, int, int]],
 ) -> None:
-    book = Book(make(IndexLimits(ttl_ticks=0, prefixes_per_context_max=CAPACITY)))
+    book = Book(make(limits), contexts)
     for what, prompt, length, wait in steps:
         book.now += wait
         if what == "store":
@@ -118,4 +141,45 @@ def test_full_context_gives_up_what_was_seen_longest_ago(
             book.match(prompt, length)
         else:
             book.remove(prompt, length)
-        assert book.index.contexts()[0].prefixes <= CAPACITY
+        assert sum(context.prefixes for context in book.index.contexts()) <= CAPACITY
+        stats = book.index.stats()
+        assert not (stats.evicted_in_all if limits == IN_ONE else stats.evicted)
+
+
+def test_what_a_dropped_context_left_makes_room() -> None:
+    """Its entries count until they are swept, and go with what was seen longest ago; only the others are evictions."""
+    index = PrefixIndex(IndexLimits(ttl_ticks=0, contexts_max=2, prefixes_max=2_000))
+    source = index.add_source()
+
+    def store(model: str, blocks: range, now: int) -> None:
+        index.store(
+            source,
+            index.context(model, None, 1, now),
+            tier=0,
+            group=0,
+            engine_hashes=struct.pack(f"<{len(blocks)}Q", *(i + now * 10_000 for i in blocks)),
+            parent=None,
+            token_ids=struct.pack(f"<{len(blocks)}I", *blocks),
+            extra_keys=None,
+            now=now,
+        )
+
+    def held() -> dict[str, int]:
+        return {context.model: context.prefixes for context in index.contexts()}
+
+    store("kept", range(500), 0)
+    store("dropped", range(1_500), 1)
+    index.context("kept", None, 1, 2)
+    store("new", range(1_500), 3)
+    assert held()["new"] == 1_500
+    assert (index.stats().contexts_evicted, index.stats().evicted_in_all) == (1, 500 - held()["kept"])
+    while not index.sweep(4, 100).idle:
+        pass
+    room = 2_000 - sum(held().values())
+    assert room > 0
+    before = index.stats().evicted_in_all
+    store("new", range(5_000, 5_000 + room), 5)
+    assert (sum(held().values()), index.stats().evicted_in_all) == (2_000, before)
+    store("new", range(9_000, 9_001), 6)
+    assert sum(held().values()) <= 2_000
+    assert index.stats().evicted_in_all > before

@@ -38,6 +38,7 @@ class Runs:
             ttl_ticks=self.r.choice([0, 40]),
             contexts_max=self.r.choice([2, 3]),
             prefixes_per_context_max=self.r.choice([50, 400, 100_000]),
+            prefixes_max=self.r.choice([70, 500, 100_000]),
         )
         self.index = PrefixIndex(limits, FuzzyIndex(FuzzyLimits()))
         self.sources = [self.index.add_source() for _ in SEEDS]
@@ -346,18 +347,29 @@ def test_a_name_does_not_mean_what_took_the_room_of_its_block() -> None:
     assert prompts.depth(context, [2], now=10) == 1
 
 
-def test_old_runs_go_before_single_blocks_that_are_younger() -> None:
+CAPACITY = 16_000
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        IndexLimits(ttl_ticks=0, prefixes_per_context_max=CAPACITY),
+        IndexLimits(ttl_ticks=0, prefixes_max=CAPACITY),
+    ],
+    ids=["in one context", "in all"],
+)
+def test_old_runs_go_before_single_blocks_that_are_younger(limits: IndexLimits) -> None:
     """Whatever shares an entry of the table with many others is as likely to be looked at as what has one of its own."""
-    capacity, length = 16_000, 250
-    prompts = Prompts(IndexLimits(ttl_ticks=0, prefixes_per_context_max=capacity))
+    length = 250
+    prompts = Prompts(limits)
     context = prompts.index.context("m", None, 1, 0)
-    runs = [[i] * length for i in range(capacity // 2 // length)]
+    runs = [[i] * length for i in range(CAPACITY // 2 // length)]
     for now, run in enumerate(runs):
         prompts.store(context, run, now=now)
-    for i in range(capacity):
+    for i in range(CAPACITY):
         prompts.store(context, [1_000_000 + i], now=len(runs) + i)
     left = sum(prompts.depth(context, run) for run in runs)
-    assert left < capacity // 50
+    assert left < CAPACITY // 50
 
 
 def test_prefixes_by_their_hashes_find_what_followed() -> None:

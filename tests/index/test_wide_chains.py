@@ -60,8 +60,9 @@ class WideChains:
         bounds: dict[str, Any] = {"ttl_ticks": ttl, "contexts_max": r.choice([2, 3])}
         self.oracle = ReferenceIndex(IndexLimits(**bounds), has_owners=True)
         self.contents = FuzzyIndex(FuzzyLimits())
+        in_one, in_all = r.choice([(CAPACITY, 100_000), (100_000, CAPACITY)])
         limits = (
-            IndexLimits(**bounds, prefixes_per_context_max=CAPACITY)
+            IndexLimits(**bounds, prefixes_per_context_max=in_one, prefixes_max=in_all)
             if self.is_bounded
             else IndexLimits(**bounds)
         )
@@ -286,7 +287,8 @@ class WideChains:
         for info in self.native.contexts():
             assert info.prefixes <= CAPACITY
         if gone:
-            assert self.native.stats().evicted > 0
+            stats = self.native.stats()
+            assert stats.evicted + stats.evicted_in_all > 0
 
     def compare(self) -> None:
         if self.is_bounded:

@@ -41,7 +41,6 @@ class ListLog:
 
     def __init__(self) -> None:
         self.groups: list[list[bytes]] = [[] for _ in range(PARTITIONS)]
-        self.losses = 0  # so many answers of the next appends are lost
 
     async def append(self, partition: int, group: bytes) -> None:
         self.groups[partition].append(group)

@@ -231,7 +231,7 @@ def picture(member: Lone) -> dict[str, Any]:
                 field.name: getattr(source, field.name)
                 for field in dataclasses.fields(Source)
                 # A batch that is refused whole is counted by the replica that refused it, and never logged.
-                if field.name not in ("index_id", "last_event_at_s", "down_since_s", "rejected")
+                if field.name not in ("index_id", "last_event_at_s", "rejected")
             }
     contexts = {c.id: (c.model, c.lora, c.block_size) for c in member.index.contexts()}
     names: dict[Any, Any] = {}

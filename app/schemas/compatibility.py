@@ -11,7 +11,17 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.schemas import HASH_MAX, NAME_CHARS_MAX, Adapter, BlockSize, Body, DpRank, Endpoint, Name, TokenId
+from app.schemas.fields import (
+    HASH_MAX,
+    NAME_CHARS_MAX,
+    Adapter,
+    BlockSize,
+    Body,
+    DpRank,
+    Endpoint,
+    Name,
+    TokenId,
+)
 
 InstanceId = Annotated[int, Field(ge=0, le=HASH_MAX)] | Name
 Tenant = Annotated[str, Field(max_length=NAME_CHARS_MAX, pattern=r"^[^\x00-\x1f\x7f]*$")]

@@ -241,13 +241,19 @@ inline bool FuzzyContext::rouse() {
   const SliceClock clock;
   const auto goes_on = [&clock](size_t done) { return done == 0 || !clock.is_over(); };
   const size_t records = table_.size() + backlog_.size();
-  // An empty table need not go through all sizes: the last two doublings touch its pages, in slices.
-  if (const size_t splits = splits_for(records); table_.size() == 0 && splits >= 4 * table_.buckets())
-    table_ = NearTable(static_cast<unsigned>(std::bit_width(table_.buckets() + splits)) - 2);
-  const size_t splits = splits_for(records);
+  size_t splits = splits_for(records);
+  if (table_.size() == 0 && table_.bits() == NearTable::kBitsMin && splits >= 4 * table_.buckets()) {
+    // A new table need not go through all sizes: the last two doublings touch its pages, in slices.
+    const auto bits = static_cast<unsigned>(std::bit_width(table_.buckets() + splits)) - 2;
+    table_ = NearTable(std::min(bits, NearTable::kBitsMax));
+    splits = splits_for(records);
+  }
   if (splits != 0 && table_.size() < table_.buckets()) {  // now they are cheap, there is little to be moved
-    for (size_t done = 0; done < std::min(splits, kSplitsPerSlice) && goes_on(done); done += kSplitsTogether)
-      table_.split(std::min(splits - done, kSplitsTogether));
+    size_t left = std::min(splits, kSplitsPerSlice);
+    do {
+      table_.split(std::min(left, kSplitsTogether));
+      left -= std::min(left, kSplitsTogether);
+    } while (left != 0 && table_.bits() < NearTable::kBitsMax && !clock.is_over());
     return false;
   }
   if (!backlog_.is_spread()) {

@@ -78,8 +78,8 @@ class ContentBacklog {
   static constexpr size_t kChunk = 1'024;
   static constexpr size_t kSpreadMin = 8'192;
   static constexpr size_t kPart = 4'096;  // records in a part, about
-  static constexpr unsigned kPartBitsMax = 8;
-  static constexpr size_t kPartsBegun = 16;    // at a time
+  static constexpr unsigned kPartBitsMax = 7;
+  static constexpr size_t kPartsBegun = 4;     // at a time
   static constexpr size_t kSpares = 4;         // chunks that are kept for what comes
   static constexpr size_t kSparesDropped = 4;  // at a time
   static constexpr size_t kWorkPerChunk = 512;

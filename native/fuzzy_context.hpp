@@ -44,6 +44,7 @@
 #include "near_search.hpp"
 #include "near_table.hpp"
 #include "segmented_table.hpp"
+#include "slice_clock.hpp"
 
 namespace kvindexer {
 
@@ -114,9 +115,10 @@ class FuzzyContext {
   static constexpr size_t kPendingPart = 64;         // of an awake context that waits, at the most
   static constexpr size_t kPendingMax = 4 * kPut;
   static constexpr size_t kUnaskedMin = 65'536;
+  // What a slice does at the most, and what between two looks at the clock.
   static constexpr size_t kDrainsPerSlice = 3;
-  static constexpr size_t kSplitsPerSlice = 1'024;
-  static constexpr size_t kSpreadPerSlice = 16'384;
+  static constexpr size_t kSplitsPerSlice = 1'024, kSplitsTogether = 128;
+  static constexpr size_t kSpreadPerSlice = 16'384, kSpreadTogether = 2'048;
   static constexpr size_t kSweptTogether = 16;
   static constexpr size_t kBatch = 128;
   static constexpr size_t kLag = 6;
@@ -221,8 +223,9 @@ inline void FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span<c
   // More than comes, and one after the other until little is left: between events, others empty the caches.
   // Should whoever asked have gone before all was roused, that is done bit by bit.
   is_draining_ |= backlog_.size() >= pending_max();
-  const size_t puts = std::max(kPutsPerInsertion, prefixes.size() / kPut + 1);
-  for (size_t i = 0; i < puts && is_draining_; ++i) {
+  const SliceClock clock;
+  const size_t puts_min = prefixes.size() / kPut + 1, puts_max = std::max(kPutsPerInsertion, puts_min);
+  for (size_t i = 0; i < puts_max && is_draining_ && (i < puts_min || !clock.is_over()); ++i) {
     drain();
     is_draining_ = backlog_.size() >= kPut;
   }
@@ -235,18 +238,31 @@ inline bool FuzzyContext::rouse() {
   if (backlog_.size() == 0) return true;
   is_draining_ = has_asker_ = true;
   ++version_;
-  size_t splits = splits_for(table_.size() + backlog_.size());
-  if (splits != 0 && table_.size() < table_.buckets()) {  // now they are cheap, there is little to be moved
-    table_.split(std::min(splits, kSplitsPerSlice));
-    if (splits > kSplitsPerSlice) return false;
-    splits = 0;
+  const SliceClock clock;
+  const auto goes_on = [&clock](size_t done) { return done == 0 || !clock.is_over(); };
+  const size_t records = table_.size() + backlog_.size();
+  size_t splits = splits_for(records);
+  if (table_.size() == 0 && table_.bits() == NearTable::kBitsMin && splits >= 4 * table_.buckets()) {
+    // A new table need not go through all sizes: the last two doublings touch its pages, in slices.
+    const auto bits = static_cast<unsigned>(std::bit_width(table_.buckets() + splits)) - 2;
+    table_ = NearTable(std::min(bits, NearTable::kBitsMax));
+    splits = splits_for(records);
   }
-  if (!backlog_.is_spread()) {
-    backlog_.spread(kSpreadPerSlice);
+  if (splits != 0 && table_.size() < table_.buckets()) {  // now they are cheap, there is little to be moved
+    size_t left = std::min(splits, kSplitsPerSlice);
+    do {
+      table_.split(std::min(left, kSplitsTogether));
+      left -= std::min(left, kSplitsTogether);
+    } while (left != 0 && table_.bits() < NearTable::kBitsMax && !clock.is_over());
     return false;
   }
-  for (size_t drains = splits == 0 ? kDrainsPerSlice : 1; drains > 0 && backlog_.size() != 0; --drains)
-    drain();
+  if (!backlog_.is_spread()) {
+    for (size_t done = 0; done < kSpreadPerSlice && goes_on(done); done += kSpreadTogether)
+      backlog_.spread(kSpreadTogether);
+    return false;
+  }
+  const size_t drains = splits == 0 ? kDrainsPerSlice : 1;
+  for (size_t done = 0; done < drains && backlog_.size() != 0 && goes_on(done); ++done) drain();
   is_draining_ = backlog_.size() != 0;
   return !is_draining_;
 }
@@ -299,7 +315,7 @@ inline void FuzzyContext::put_block(const Record& record, const NearTable::Spot&
 inline size_t FuzzyContext::records_per_bucket() const {
   if (table_.bits() < bits_early_) return kRecordsPerBucketCrowded;
   if (table_.bits() < 12) return 36;
-  return table_.bits() < 14 ? 32 : 28;
+  return table_.bits() < 14 ? 32 : 30;
 }
 
 // How many are due for so many records; some at a time, or none.

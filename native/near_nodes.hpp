@@ -29,14 +29,20 @@ struct RecordNode {  // one, wherever its parts lie
   uint64_t* prefix;
 };
 
-// What tables B and C keep of the records of one bucket (see NearTable), from the front, and the node behind.
+// What tables B and C keep of the records of one bucket (see NearTable): the first words in two lines that
+// lie side by side, which most buckets make do with, and those beyond in a chain of nodes, all of them full.
+struct alignas(128) WordHead {
+  static constexpr uint32_t kWords = 31;
+  uint32_t next_number : 27;  // 0: none
+  uint32_t count : 5;
+  uint32_t words[kWords];
+};
 struct alignas(64) WordNode {
   static constexpr uint32_t kWords = 15;
+  uint32_t next_number;  // 0: none
   uint32_t words[kWords];
-  uint32_t next_number : 28;  // 0: none
-  uint32_t count : 4;
 };
-static_assert(sizeof(WordNode) == 64);
+static_assert(sizeof(WordHead) == 128 && sizeof(WordNode) == 64);
 
 // The records of a bucket of table A lie in slots 0..size-1, eight a node; the node of slot / 8 is named here
 // or, from the seventh on, in a chain of WordNodes that starts at `more`.

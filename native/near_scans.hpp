@@ -25,7 +25,7 @@ namespace kvindexer {
 
 struct WordScan {
   Asked asked;
-  const WordNode* heads;
+  const WordHead* heads;
   const WordPool& pool;
   const uint32_t* words;  // by query: the word that a record with its SimHash would have
 };
@@ -40,12 +40,12 @@ struct RecordScan {
 // Forced inline: GCC 12 drops calls of functions that only prefetch. Each step reads what an earlier one
 // fetched.
 [[gnu::always_inline]] inline void prefetch_ahead(const WordScan& scan, const Visit* visit) {
-  __builtin_prefetch(scan.heads + visit[kScanAhead].bucket);
+  const WordHead* const head = scan.heads + visit[kScanAhead].bucket;
+  __builtin_prefetch(head);
+  __builtin_prefetch(head->words + WordHead::kWords - 1);
   uint32_t number = scan.heads[visit[10].bucket].next_number;
   __builtin_prefetch(&scan.pool.at(number));
-  number = scan.pool.at(scan.heads[visit[6].bucket].next_number).next_number;
-  __builtin_prefetch(&scan.pool.at(number));
-  number = scan.pool.at(scan.pool.at(scan.heads[visit[3].bucket].next_number).next_number).next_number;
+  number = scan.pool.at(scan.heads[visit[5].bucket].next_number).next_number;
   __builtin_prefetch(&scan.pool.at(number));
 }
 
@@ -60,17 +60,22 @@ struct RecordScan {
   for (size_t i = 0; i + kScanAhead < scan.asked.visits.size(); ++i) {
     prefetch_ahead(scan, &scan.asked.visits[i]);
     const Visit& visit = scan.asked.visits[i];
-    const WordNode* node = scan.heads + visit.bucket;
+    const WordHead& head = scan.heads[visit.bucket];
+    const uint32_t* words = head.words;
+    uint32_t count = head.count, number = head.next_number;
     while (true) {
       for (uint32_t j = visit.begin; j < scan.asked.visits[i + 1].begin; ++j) {
         const Ask ask = scan.asked.asks[j];
         const int limit = static_cast<int>(ask.distance_max());
-        for (uint32_t lane = 0; lane < node->count; ++lane)
-          if (__builtin_popcount(node->words[lane] ^ scan.words[ask.query()]) <= limit)
-            out.push_back({ask.query(), visit.bucket, node->words[lane]});
+        for (uint32_t lane = 0; lane < count; ++lane)
+          if (__builtin_popcount(words[lane] ^ scan.words[ask.query()]) <= limit)
+            out.push_back({ask.query(), visit.bucket, words[lane]});
       }
-      if (node->next_number == 0) break;
-      node = &scan.pool.at(node->next_number);
+      if (number == 0) break;
+      const WordNode& node = scan.pool.at(number);
+      words = node.words;
+      count = WordNode::kWords;
+      number = node.next_number;
     }
   }
 }
@@ -171,11 +176,10 @@ inline constexpr std::array<uint32_t, kLanes + 1> kLanesUsed = [] {  // by so ma
 
 class LaidOut {
  public:
-  // Half of the lanes each. What is behind the last of fewer words does not matter.
-  KVINDEXER_TARGET_AVX2 LaidOut(const uint32_t* first, uint32_t first_count, const uint32_t* second,
-                                uint32_t second_count) {
-    const __m256i* const front = reinterpret_cast<const __m256i*>(first);
-    const __m256i* const back = reinterpret_cast<const __m256i*>(second);
+  // Half of the lanes each. Lanes that are not used may hold anything.
+  KVINDEXER_TARGET_AVX2 LaidOut(const void* first, const void* second, uint32_t used) : used_(used) {
+    const __m256i* const front = static_cast<const __m256i*>(first);
+    const __m256i* const back = static_cast<const __m256i*>(second);
     const __m256i by_byte = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15,  //
                                              0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m256i a = _mm256_shuffle_epi8(_mm256_load_si256(front), by_byte);
@@ -188,7 +192,6 @@ class LaidOut {
     split(2, _mm256_unpackhi_epi64(ab_low, cd_low));
     split(4, _mm256_unpacklo_epi64(ab_high, cd_high));
     split(6, _mm256_unpackhi_epi64(ab_high, cd_high));
-    used_ = kLanesUsed[first_count] | (kLanesUsed[kLanes / 2 + second_count] & ~kLanesUsed[kLanes / 2]);
   }
 
   // A bit for each lane whose word differs from the pattern in at most so many bits.
@@ -245,8 +248,7 @@ KVINDEXER_TARGET_AVX2 inline void ask_laid_out(const uint32_t* words, uint32_t c
                                                const Ask* ask, const Ask* end, uint32_t bucket,
                                                std::vector<Candidate>& out) {
   if (count > 8) {
-    const uint32_t first = std::min(count, kLanes / 2), second = std::min(count, kLanes) - first;
-    const LaidOut laid_out(words, first, words + kLanes / 2, second);
+    const LaidOut laid_out(words, words + kLanes / 2, kLanesUsed[std::min(count, kLanes)]);
     for (const Ask* each = ask; each < end; ++each) {
       const uint32_t near =
           laid_out.near(static_cast<uint32_t>(queries[each->query()]), each->distance_max());
@@ -266,44 +268,53 @@ KVINDEXER_TARGET_AVX2 inline void ask_laid_out(const uint32_t* words, uint32_t c
 }
 inline constexpr uint32_t kLaidOutMax = kLanes + 8;
 
+// The first lane of a head or a node is no word: it says where words go on.
+[[gnu::noinline]] inline void add_lanes(std::vector<Candidate>& out, uint32_t query, uint32_t bucket,
+                                        const WordHead& head, uint32_t lanes) {
+  for (; lanes != 0; lanes &= lanes - 1)
+    out.push_back(
+        {query, bucket, head.words[word_of_lane(static_cast<uint32_t>(std::countr_zero(lanes))) - 1]});
+}
 [[gnu::noinline]] inline void add_lanes(std::vector<Candidate>& out, uint32_t query, uint32_t bucket,
                                         const WordNode& first, const WordNode& second, uint32_t lanes) {
   for (; lanes != 0; lanes &= lanes - 1) {
     const uint32_t i = word_of_lane(static_cast<uint32_t>(std::countr_zero(lanes)));
-    out.push_back({query, bucket, i < kLanes / 2 ? first.words[i] : second.words[i - kLanes / 2]});
+    out.push_back({query, bucket, i < kLanes / 2 ? first.words[i - 1] : second.words[i - kLanes / 2 - 1]});
   }
 }
+inline constexpr uint32_t kNodeUsed = kLanesUsed[1 + WordNode::kWords] & ~kLanesUsed[1];
+inline constexpr uint32_t kNodesUsed = kNodeUsed | (kLanesUsed[kLanes] & ~kLanesUsed[kLanes / 2 + 1]);
 
-// All words of a bucket, for all who ask there: two nodes at a time, as they lie. Where their number is odd,
-// the first, which is not full as a rule, comes alone.
+// All words of a bucket, for all who ask there.
 KVINDEXER_TARGET_AVX2 inline void scan_laid_out(const WordScan& scan, const Visit& visit, const Ask* ask,
                                                 const Ask* end, std::vector<Candidate>& out) {
-  const WordNode* const none = &scan.pool.at(0);
   const uint32_t* const patterns = scan.words;
-  const WordNode* first = scan.heads + visit.bucket;
-  bool is_odd = false;
-  for (const WordNode* node = first; node != none; node = &scan.pool.at(node->next_number)) is_odd = !is_odd;
-  const WordNode* second = is_odd ? none : &scan.pool.at(first->next_number);
-  while (first != none) {
-    if (second == none && first->count <= 8) {
-      const __m256i words = _mm256_load_si256(reinterpret_cast<const __m256i*>(first->words));
-      const uint32_t used = (1u << first->count) - 1;
-      for (const Ask* each = ask; each < end; ++each) {
-        const __m256i pattern = _mm256_set1_epi32(static_cast<int>(patterns[each->query()]));
-        const __m256i limit = _mm256_set1_epi32(static_cast<int>(each->distance_max()) + 1);
-        const uint32_t near = used & words_below(words, pattern, limit);
-        if (__builtin_expect(near != 0, 0)) add_words(out, each->query(), visit.bucket, first->words, near);
-      }
-    } else {
-      const LaidOut laid_out(first->words, first->count, second->words, second->count);
-      for (const Ask* each = ask; each < end; ++each) {
-        const uint32_t near = laid_out.near(patterns[each->query()], each->distance_max());
-        if (__builtin_expect(near != 0, 0))
-          add_lanes(out, each->query(), visit.bucket, *first, *second, near);
-      }
+  const WordHead& head = scan.heads[visit.bucket];
+  if (head.count < 8) {
+    const __m256i words = _mm256_load_si256(reinterpret_cast<const __m256i*>(&head));
+    const uint32_t used = (2u << head.count) - 2;
+    for (const Ask* each = ask; each < end; ++each) {
+      const __m256i pattern = _mm256_set1_epi32(static_cast<int>(patterns[each->query()]));
+      const __m256i limit = _mm256_set1_epi32(static_cast<int>(each->distance_max()) + 1);
+      const uint32_t near = used & words_below(words, pattern, limit);
+      if (__builtin_expect(near != 0, 0)) add_words(out, each->query(), visit.bucket, head.words - 1, near);
     }
-    first = &scan.pool.at((second == none ? first : second)->next_number);
-    second = &scan.pool.at(first->next_number);
+  } else {
+    const LaidOut laid_out(&head, head.words + kLanes / 2 - 1, kLanesUsed[1 + head.count] & ~kLanesUsed[1]);
+    for (const Ask* each = ask; each < end; ++each) {
+      const uint32_t near = laid_out.near(patterns[each->query()], each->distance_max());
+      if (__builtin_expect(near != 0, 0)) add_lanes(out, each->query(), visit.bucket, head, near);
+    }
+  }
+  for (uint32_t number = head.next_number; number != 0;) {
+    const WordNode& first = scan.pool.at(number);
+    const WordNode& second = scan.pool.at(first.next_number);  // node 0 where there is none
+    const LaidOut laid_out(&first, &second, first.next_number == 0 ? kNodeUsed : kNodesUsed);
+    for (const Ask* each = ask; each < end; ++each) {
+      const uint32_t near = laid_out.near(patterns[each->query()], each->distance_max());
+      if (__builtin_expect(near != 0, 0)) add_lanes(out, each->query(), visit.bucket, first, second, near);
+    }
+    number = second.next_number;
   }
 }
 
@@ -344,6 +355,28 @@ KVINDEXER_TARGET_AVX2 inline void scan_laid_out(const RecordScan& scan, const Vi
   }
 }
 
+// A cache line of words: those in `used` lanes.
+struct WordLine {
+  const void* base;
+  uint32_t used;
+  const uint32_t* words;  // of lane 0
+};
+// Of a head, in its first line.
+inline constexpr uint32_t kFront = 15;
+
+KVINDEXER_TARGET_AVX2 inline void scan_line(const WordScan& scan, const Visit& visit, const Ask* end,
+                                            const WordLine& line, std::vector<Candidate>& out) {
+  const __m256i front = _mm256_load_si256(static_cast<const __m256i*>(line.base));
+  const __m256i back = _mm256_load_si256(static_cast<const __m256i*>(line.base) + 1);
+  for (const Ask* ask = scan.asked.asks.data() + visit.begin; ask < end; ++ask) {
+    const __m256i pattern = _mm256_set1_epi32(static_cast<int>(scan.words[ask->query()]));
+    const __m256i limit = _mm256_set1_epi32(static_cast<int>(ask->distance_max()) + 1);
+    const uint32_t near =
+        line.used & (words_below(front, pattern, limit) | words_below(back, pattern, limit) << 8);
+    if (__builtin_expect(near != 0, 0)) add_words(out, ask->query(), visit.bucket, line.words, near);
+  }
+}
+
 [[gnu::target("avx2")]] inline void scan_words_avx2(const WordScan& scan, std::vector<Candidate>& out) {
   const Visit* const last = scan.asked.visits.data() + scan.asked.visits.size() - kScanAhead;
   const Ask* const asks = scan.asked.asks.data();
@@ -354,20 +387,14 @@ KVINDEXER_TARGET_AVX2 inline void scan_laid_out(const RecordScan& scan, const Vi
       scan_laid_out(scan, *visit, asks + visit->begin, end, out);
       continue;
     }
-    const WordNode* node = scan.heads + visit->bucket;
-    while (true) {
-      const __m256i front = _mm256_load_si256(reinterpret_cast<const __m256i*>(node->words));
-      const __m256i back = _mm256_load_si256(reinterpret_cast<const __m256i*>(node->words + 8));
-      const uint32_t used = (1u << node->count) - 1;
-      for (const Ask* ask = asks + visit->begin; ask < end; ++ask) {
-        const __m256i pattern = _mm256_set1_epi32(static_cast<int>(scan.words[ask->query()]));
-        const __m256i limit = _mm256_set1_epi32(static_cast<int>(ask->distance_max()) + 1);
-        const uint32_t near =
-            used & (words_below(front, pattern, limit) | words_below(back, pattern, limit) << 8);
-        if (__builtin_expect(near != 0, 0)) add_words(out, ask->query(), visit->bucket, node->words, near);
-      }
-      if (node->next_number == 0) break;
-      node = &scan.pool.at(node->next_number);
+    const WordHead& head = scan.heads[visit->bucket];
+    const uint32_t used = static_cast<uint32_t>((uint64_t{2} << head.count) - 2);
+    scan_line(scan, *visit, end, {&head, used & 0xFFFF, head.words - 1}, out);
+    if (head.count > kFront)
+      scan_line(scan, *visit, end, {head.words + kFront, used >> 16, head.words + kFront}, out);
+    for (uint32_t number = head.next_number; number != 0; number = scan.pool.at(number).next_number) {
+      const WordNode& node = scan.pool.at(number);
+      scan_line(scan, *visit, end, {&node, 0xFFFE, node.words - 1}, out);
     }
   }
 }
@@ -406,19 +433,31 @@ KVINDEXER_TARGET_AVX512 inline void scan_words_avx512(const WordScan& scan, std:
   for (const Visit* visit = scan.asked.visits.data(); visit < last; ++visit) {
     prefetch_ahead(scan, visit);
     const Ask* const end = asks + visit[1].begin;
-    const WordNode* node = scan.heads + visit->bucket;
-    while (true) {
-      const __m512i words = _mm512_load_si512(node);
-      const __mmask16 used = static_cast<__mmask16>((1u << node->count) - 1);
+    const WordHead& head = scan.heads[visit->bucket];
+    const uint32_t used = static_cast<uint32_t>((uint64_t{2} << head.count) - 2);
+    const __m512i front = _mm512_load_si512(&head), back = _mm512_load_si512(head.words + kFront);
+    const __mmask16 front_used = static_cast<__mmask16>(used), back_used = static_cast<__mmask16>(used >> 16);
+    for (const Ask* ask = asks + visit->begin; ask < end; ++ask) {
+      const __m512i pattern = _mm512_set1_epi32(static_cast<int>(patterns[ask->query()]));
+      const __m512i limit = _mm512_set1_epi32(static_cast<int>(ask->distance_max()));
+      const __mmask16 near_front = _mm512_mask_cmple_epu32_mask(
+          front_used, _mm512_popcnt_epi32(_mm512_xor_si512(front, pattern)), limit);
+      const __mmask16 near_back = _mm512_mask_cmple_epu32_mask(
+          back_used, _mm512_popcnt_epi32(_mm512_xor_si512(back, pattern)), limit);
+      if (__builtin_expect((near_front | near_back) != 0, 0))
+        add_words(out, ask->query(), visit->bucket, head.words - 1, near_front | uint32_t{near_back} << 16);
+    }
+    for (uint32_t number = head.next_number; number != 0;) {
+      const WordNode& node = scan.pool.at(number);
+      const __m512i words = _mm512_load_si512(&node);
       for (const Ask* ask = asks + visit->begin; ask < end; ++ask) {
         const __m512i pattern = _mm512_set1_epi32(static_cast<int>(patterns[ask->query()]));
         const __m512i limit = _mm512_set1_epi32(static_cast<int>(ask->distance_max()));
-        const __mmask16 near =
-            _mm512_mask_cmple_epu32_mask(used, _mm512_popcnt_epi32(_mm512_xor_si512(words, pattern)), limit);
-        if (__builtin_expect(near != 0, 0)) add_words(out, ask->query(), visit->bucket, node->words, near);
+        const __mmask16 near = _mm512_mask_cmple_epu32_mask(
+            0xFFFE, _mm512_popcnt_epi32(_mm512_xor_si512(words, pattern)), limit);
+        if (__builtin_expect(near != 0, 0)) add_words(out, ask->query(), visit->bucket, node.words - 1, near);
       }
-      if (node->next_number == 0) break;
-      node = &scan.pool.at(node->next_number);
+      number = node.next_number;
     }
   }
 }
@@ -449,41 +488,61 @@ KVINDEXER_TARGET_AVX512 inline void scan_records_avx512(const RecordScan& scan, 
 
 #endif
 
-// Of 8 values, those that have a pattern under a mask, for two patterns: a bit each, the second's behind.
+// Of up to four nodes, the SimHashes that have a pattern under a mask, for two patterns.
 struct Patterns {
   uint64_t mask[2];
   uint64_t pattern[2];
 };
-using LanesAlike = uint32_t (*)(const uint64_t* values, const Patterns& patterns);
+struct SomeSimHashes {
+  static constexpr uint32_t kNodes = 4;
+  const uint64_t* nodes[kNodes];
+  uint32_t count;  // of the records in them, from the front
+};
+struct Alike {
+  uint64_t simhashes[2][8 * SomeSimHashes::kNodes];
+  uint32_t count[2];
+};
+using FindAlike = void (*)(const SomeSimHashes& from, const Patterns& patterns, Alike& out);
 
-inline uint32_t lanes_alike_portable(const uint64_t* values, const Patterns& patterns) {
-  uint32_t lanes = 0;
-  for (uint32_t i = 0; i < 16; ++i)
-    lanes |= static_cast<uint32_t>((values[i % 8] & patterns.mask[i / 8]) == patterns.pattern[i / 8]) << i;
-  return lanes;
-}
-#ifdef KVINDEXER_NEAR_X86
-[[gnu::target("avx2")]] inline uint32_t lanes_alike_avx2(const uint64_t* values, const Patterns& patterns) {
-  const __m256i front = _mm256_load_si256(reinterpret_cast<const __m256i*>(values));
-  const __m256i back = _mm256_load_si256(reinterpret_cast<const __m256i*>(values + 4));
-  uint32_t lanes = 0;
-  for (unsigned i = 0; i < 2; ++i) {
-    const __m256i mask = _mm256_set1_epi64x(static_cast<long long>(patterns.mask[i]));
-    const __m256i pattern = _mm256_set1_epi64x(static_cast<long long>(patterns.pattern[i]));
-    const __m256i front_alike = _mm256_cmpeq_epi64(_mm256_and_si256(front, mask), pattern);
-    const __m256i back_alike = _mm256_cmpeq_epi64(_mm256_and_si256(back, mask), pattern);
-    lanes |= static_cast<uint32_t>(_mm256_movemask_pd(_mm256_castsi256_pd(front_alike)) |
-                                   _mm256_movemask_pd(_mm256_castsi256_pd(back_alike)) << 4)
-             << 8 * i;
+inline void find_alike_portable(const SomeSimHashes& from, const Patterns& patterns, Alike& out) {
+  for (unsigned which = 0; which < 2; ++which) {
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < from.count; ++i) {
+      const uint64_t simhash = from.nodes[i / 8][i % 8];
+      out.simhashes[which][count] = simhash;
+      count += (simhash & patterns.mask[which]) == patterns.pattern[which] ? 1 : 0;
+    }
+    out.count[which] = count;
   }
-  return lanes;
+}
+#ifdef KVINDEXER_NEAR_X86
+[[gnu::target("avx2")]] inline void find_alike_avx2(const SomeSimHashes& from, const Patterns& patterns,
+                                                    Alike& out) {
+  for (unsigned which = 0; which < 2; ++which) {
+    const __m256i mask = _mm256_set1_epi64x(static_cast<long long>(patterns.mask[which]));
+    const __m256i pattern = _mm256_set1_epi64x(static_cast<long long>(patterns.pattern[which]));
+    uint32_t lanes = 0;  // of four nodes, so that a branch for the few there are is taken seldom
+    for (uint32_t first = 0; first < from.count; first += 4) {
+      const __m256i simhashes =
+          _mm256_load_si256(reinterpret_cast<const __m256i*>(from.nodes[first / 8] + first % 8));
+      const __m256i alike = _mm256_cmpeq_epi64(_mm256_and_si256(simhashes, mask), pattern);
+      lanes |= static_cast<uint32_t>(_mm256_movemask_pd(_mm256_castsi256_pd(alike))) << first;
+    }
+    lanes &= static_cast<uint32_t>((uint64_t{1} << from.count) - 1);
+    uint32_t count = 0;
+    for (; lanes != 0; lanes &= lanes - 1) {
+      const uint32_t lane = static_cast<uint32_t>(std::countr_zero(lanes));
+      out.simhashes[which][count++] = from.nodes[lane / 8][lane % 8];
+    }
+    out.count[which] = count;
+  }
 }
 #endif
-inline LanesAlike native_lanes_alike() {
+inline FindAlike native_find_alike() {
 #ifdef KVINDEXER_NEAR_X86
-  if (__builtin_cpu_supports("avx2")) return lanes_alike_avx2;
+  if (__builtin_cpu_supports("avx2")) return find_alike_avx2;
 #endif
-  return lanes_alike_portable;
+  return find_alike_portable;
 }
 
 struct NearScans {

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "near_table.hpp"
+#include "slice_clock.hpp"
 
 namespace kvindexer {
 
@@ -30,28 +31,31 @@ class NearSearch {
         distance_max_(distance_max),
         scans_(&scans),
         radii_(NearTable::radii_of(distance_max)),
-        region_bits_(queries.size() < kQueriesSorted ? 0 : kRegionBits),
         keys_(queries.size()),
         words_(queries.size()) {
     assert(queries.size() <= kQueriesMax);
     assert(distance_max <= kNearDistanceMax && "beyond distance 8 the radii would have to be larger than 2");
   }
 
-  // Goes on until about `work_max` is done or, then it returns true, all. An ask is one unit of work, and so
-  // is a sixth of a bucket that is read for it: some 6 ns. Calls hit(query, distance, record) for every
-  // record within `distance_max` of every query.
+  // Goes on until about `work_max` is done, the clock says that it is enough or, then it returns true, all is
+  // done. An ask is one unit of work, and so is a sixth of a bucket that is read for it: some 6 ns. Calls
+  // hit(query, distance, record) for every record within `distance_max` of every query.
   template <class Hit>
   bool run(const NearTable& table, size_t work_max, Hit hit) {
     if (table.size() == 0 || queries_.empty()) return true;
     size_t work = 0;
+    const SliceClock clock;
     for (; table_ < 3 && radii_[table_] >= 0; ++table_, bits_ = 0) {
       if (bits_ < table.bits()) begin(table.bits());
       for (; bits_ <= table.bits() + (table.frontier() != 0 ? 1 : 0); begin(bits_ + 1)) {
-        if (!plan_) plan();
+        if (!plan_) {
+          plan();
+          work += kWorkPerQuery * queries_.size();
+        }
         for (; region_ < plan_->regions(); ++region_) {
           if (bits_ < table.bits()) break;  // all that is left here has been split
           if (!has_region(table)) continue;
-          if (work >= work_max) return false;
+          if (work != 0 && (work >= work_max || clock.is_over())) return false;
           work += search_region(table, hit);
         }
       }
@@ -60,12 +64,17 @@ class NearSearch {
   }
 
  private:
-  static constexpr unsigned kRegionBits = 6;
-  static constexpr size_t kWorkPerVisit = 6;
-  static constexpr size_t kQueriesSorted = 64;  // with fewer, sorting them costs more than it saves
+  static constexpr unsigned kRegionBitsMin = 6, kRegionBitsMax = 8;
+  static constexpr size_t kWorkPerVisit = 6, kWorkPerQuery = 4;
+  static constexpr size_t kQueriesSorted = 64;   // with fewer, sorting them costs more than it saves
+  static constexpr size_t kQueriesMany = 8'192;  // from here on a region of 64 is a slice of its own
 
   void begin(unsigned bits) {
     bits_ = bits;
+    region_bits_ = 0;
+    if (queries_.size() >= kQueriesSorted) region_bits_ = kRegionBitsMin;
+    if (queries_.size() >= kQueriesMany)  // the table may have a bit less
+      region_bits_ = std::clamp(bits - 1, kRegionBitsMin, kRegionBitsMax);
     region_ = 0;
     plan_.reset();
   }
@@ -137,10 +146,10 @@ class NearSearch {
   unsigned distance_max_;
   const NearScans* scans_;
   NearTable::Radii radii_;
-  unsigned region_bits_;
   std::vector<uint32_t> keys_, words_;
   unsigned table_ = 0;
   unsigned bits_ = 0;  // 0: not begun with this table
+  unsigned region_bits_ = 0;
   uint32_t region_ = 0;
   std::unique_ptr<VisitPlan> plan_;
   std::vector<Candidate> candidates_;
@@ -150,7 +159,8 @@ class NearSearch {
 template <class Hit>
 void NearTable::search(std::span<const uint64_t> queries, unsigned distance_max, const NearScans& scans,
                        Hit hit) const {
-  NearSearch(queries, distance_max, scans).run(*this, SIZE_MAX, hit);
+  NearSearch search(queries, distance_max, scans);
+  while (!search.run(*this, SIZE_MAX, hit));
 }
 
 }  // namespace kvindexer

@@ -101,7 +101,7 @@ class NearTable {
   // Where a record with a SimHash lies, or would. Good until the next split.
   struct Spot {
     Bucket* bucket;
-    WordNode* heads[2];  // of tables B and C
+    WordHead* heads[2];  // of tables B and C
     uint32_t words[2];   // that it has there
   };
   [[gnu::always_inline]] Spot spot_of(uint64_t simhash) const {
@@ -141,7 +141,7 @@ class NearTable {
   // may_contain reads.
   [[gnu::always_inline]] void prefetch_spot(const Spot& spot) const {
     __builtin_prefetch(spot.bucket, 1);
-    for (const WordNode* head : spot.heads) __builtin_prefetch(head, 1);
+    for (const WordHead* head : spot.heads) prefetch_head(head);
   }
   [[gnu::always_inline]] void prefetch_tail(const Spot& spot) const {
     const uint32_t last = spot.bucket->size / 8;
@@ -154,7 +154,7 @@ class NearTable {
     __builtin_prefetch(&words_.at(spot.heads[0]->next_number));
   }
   [[gnu::always_inline]] void prefetch_words(const Spot& spot) const {  // behind the first
-    for (const WordNode* head : spot.heads) __builtin_prefetch(&words_.at(head->next_number), 1);
+    for (const WordHead* head : spot.heads) __builtin_prefetch(&words_.at(head->next_number), 1);
   }
   [[gnu::always_inline]] void prefetch_more_words(const Spot& spot) const {
     __builtin_prefetch(&words_.at(words_.at(spot.heads[0]->next_number).next_number));
@@ -163,14 +163,16 @@ class NearTable {
   // False when no record has this SimHash; seldom true when none has. Table B knows in half the cache lines
   // of A.
   bool may_contain(const Spot& spot) const {
-    const WordNode* node = spot.heads[0];
-    while (true) {
+    const WordHead& head = *spot.heads[0];
+    const auto has_word = [&spot](const auto& words) {  // words that are there no more may count
       uint32_t equal = 0;
-      for (uint32_t i = 0; i < WordNode::kWords; ++i)
-        equal |= node->words[i] == spot.words[0] && i < node->count ? 1 : 0;
-      if (equal != 0 || node->next_number == 0) return equal != 0;
-      node = &words_.at(node->next_number);
-    }
+      for (const uint32_t word : words) equal |= word == spot.words[0] ? 1 : 0;
+      return equal != 0;
+    };
+    if (has_word(head.words)) return true;
+    for (uint32_t number = head.next_number; number != 0; number = words_.at(number).next_number)
+      if (has_word(words_.at(number).words)) return true;
+    return false;
   }
   std::optional<RecordPlace> find(uint64_t simhash, uint64_t content) const;
   void insert(const Record& record) { insert(record, spot_of(record.simhash)); }
@@ -220,10 +222,10 @@ class NearTable {
 
     void resize(unsigned bits) {
       directory.resize(pages_for(size_t{1} << bits, sizeof(Bucket)));
-      for (Pages& pages : heads) pages.resize(pages_for(size_t{1} << bits, sizeof(WordNode)));
+      for (Pages& pages : heads) pages.resize(pages_for(size_t{1} << bits, sizeof(WordHead)));
     }
     Bucket* buckets() const { return static_cast<Bucket*>(directory.base()); }
-    WordNode* words(unsigned table) const { return static_cast<WordNode*>(heads[table - 1].base()); }
+    WordHead* words(unsigned table) const { return static_cast<WordHead*>(heads[table - 1].base()); }
   };
 
   static constexpr size_t pages_for(size_t entries, size_t entry_bytes) {
@@ -261,7 +263,7 @@ class NearTable {
   uint32_t index_of(uint32_t bucket) const { return bucket & ((1u << bits_of(bucket)) - 1); }
 
   Bucket& at(uint32_t bucket) const { return level_of(bucket).buckets()[index_of(bucket)]; }
-  WordNode& head(unsigned table, uint32_t bucket) const {
+  WordHead& head(unsigned table, uint32_t bucket) const {
     return level_of(bucket).words(table)[index_of(bucket)];
   }
   RecordNode node_of(const Bucket& bucket, uint32_t slot) const {
@@ -271,16 +273,20 @@ class NearTable {
   void append(Bucket& bucket, const Record& record);
   void append_node(Bucket& bucket, uint32_t index);
   void drop_node(Bucket& bucket, uint32_t index);
-  void add_word(WordNode& head, uint32_t word);
-  void erase_word(WordNode& head, uint32_t word);
+  [[gnu::always_inline]] static void prefetch_head(const WordHead* head) {
+    __builtin_prefetch(head, 1);
+    __builtin_prefetch(head->words + WordHead::kWords - 1, 1);
+  }
+  void add_word(WordHead& head, uint32_t word);
+  void erase_word(WordHead& head, uint32_t word);
 
   [[gnu::always_inline]] void prefetch_split(size_t bucket, unsigned step) const;
   void split_run(size_t buckets);
   void split_one();
   void split_words(unsigned table);
   void split_records();
-  void drop_words(WordNode& head);
-  void fill(WordNode& head, std::span<const uint32_t> words);
+  void drop_words(WordHead& head);
+  void fill(WordHead& head, std::span<const uint32_t> words);
   void raise();
 
   // Whether the splits of this doubling take words that were collected.
@@ -289,7 +295,7 @@ class NearTable {
     const uint32_t bucket = chunk(table, simhash, bits_);
     return bucket < collected_end_ && bucket >= frontier_ && chunk(0, simhash, bits_) < collected_;
   }
-  WordNode& half_of(unsigned table, uint64_t simhash) const {
+  WordHead& half_of(unsigned table, uint64_t simhash) const {
     return levels_[1].words(table)[chunk(table, simhash, bits_ + 1)];
   }
   uint32_t buckets_collected() const { return (1u << bits_) / pieces(); }
@@ -323,7 +329,7 @@ inline size_t NearTable::bytes() const {
   if (const size_t halves = 2 * size_t{frontier_})  // of the rest nothing has been touched
     pages += pages_for(halves, sizeof(Bucket));
   if (const size_t halves = 2 * size_t{std::max(frontier_, collected_end_)})
-    pages += 2 * pages_for(halves, sizeof(WordNode));
+    pages += 2 * pages_for(halves, sizeof(WordHead));
   return pages * Pages::kPageBytes + records_.bytes() + words_.bytes();
 }
 
@@ -420,32 +426,38 @@ inline void NearTable::drop_node(Bucket& bucket, uint32_t index) {
     before->next_number = 0;
 }
 
-// -- words: the first node of a bucket is the one that is not full
+// -- words: what lies in the chain is full, so words come to and go from the head
 
-inline void NearTable::add_word(WordNode& head, uint32_t word) {
-  if (head.count == WordNode::kWords) {
+inline void NearTable::add_word(WordHead& head, uint32_t word) {
+  if (head.count == WordHead::kWords) {
     const uint32_t full = words_.take();
-    words_.at(full) = head;
-    head = WordNode{};
+    WordNode& node = words_.at(full);
+    node.next_number = head.next_number;
     head.next_number = full;
+    head.count -= WordNode::kWords;
+    std::copy_n(head.words + head.count, WordNode::kWords, node.words);
   }
   head.words[head.count++] = word;
 }
 
-inline void NearTable::erase_word(WordNode& head, uint32_t word) {
-  for (WordNode* node = &head;; node = &words_.at(node->next_number)) {
-    uint32_t* const end = node->words + node->count;
-    uint32_t* const found = std::find(node->words, end, word);
-    if (found == end) {
-      assert(node->next_number != 0 && "every record has its word in both tables");
-      continue;
-    }
-    *found = head.words[--head.count];
-    break;
+inline void NearTable::erase_word(WordHead& head, uint32_t word) {
+  uint32_t* found = std::find(head.words, head.words + head.count, word);
+  if (found == head.words + head.count) {
+    uint32_t number = head.next_number;
+    do {
+      assert(number != 0 && "every record has its word in both tables");
+      WordNode& node = words_.at(number);
+      found = std::find(node.words, node.words + WordNode::kWords, word);
+      number = found == node.words + WordNode::kWords ? node.next_number : 0;
+    } while (number != 0);
   }
+  *found = head.words[--head.count];
   if (head.count != 0 || head.next_number == 0) return;
   const uint32_t emptied = head.next_number;
-  head = words_.at(emptied);
+  const WordNode& node = words_.at(emptied);
+  std::copy_n(node.words, WordNode::kWords, head.words);
+  head.count = WordNode::kWords;
+  head.next_number = node.next_number;
   words_.give(emptied);
 }
 
@@ -486,7 +498,7 @@ inline void NearTable::prefetch_split(size_t bucket, unsigned step) const {
   const Level& level = levels_[0];
   if (step == 0) {
     __builtin_prefetch(level.buckets() + bucket, 1);
-    for (unsigned table = 1; table < 3; ++table) __builtin_prefetch(level.words(table) + bucket, 1);
+    for (unsigned table = 1; table < 3; ++table) prefetch_head(level.words(table) + bucket);
     return;
   }
   for (unsigned table = 1; table < 3; ++table) {
@@ -511,18 +523,19 @@ inline void NearTable::split_one() {
       continue;
     }
     drop_words(levels_[0].words(table)[frontier_]);
-    WordNode* const halves = levels_[1].words(table) + 2 * size_t{frontier_};
+    WordHead* const halves = levels_[1].words(table) + 2 * size_t{frontier_};
     for (size_t i = 0; i < 2; ++i)  // a page is touched here, and not by many insertions
-      if (halves[i].count == 0) halves[i] = WordNode{};
+      if (halves[i].count == 0) halves[i] = WordHead{};
   }
   split_records();
   ++frontier_;
-  constexpr uint32_t kPerPage = Pages::kPageBytes / sizeof(WordNode);
-  static_assert(Pages::kPageBytes / sizeof(Bucket) == 2 * kPerPage);
-  if (frontier_ % (2 * kPerPage) == 0) {
-    levels_[0].directory.discard(frontier_ / (2 * kPerPage) - 1, 1);
-    for (Pages& heads : levels_[0].heads) heads.discard(frontier_ / kPerPage - 2, 2);
-    pages_discarded_ += 5;
+  constexpr uint32_t kBuckets = Pages::kPageBytes / sizeof(Bucket),
+                     kPages = sizeof(WordHead) / sizeof(Bucket);
+  if (frontier_ % kBuckets == 0) {
+    const size_t first = frontier_ / kBuckets - 1;
+    levels_[0].directory.discard(first, 1);
+    for (Pages& heads : levels_[0].heads) heads.discard(kPages * first, kPages);
+    pages_discarded_ += 1 + 2 * kPages;
   }
   if (frontier_ == 1u << bits_) raise();
 }
@@ -539,7 +552,8 @@ inline void NearTable::split_records() {
   Bucket& whole = levels_[0].buckets()[frontier_];
   Bucket* const halves = levels_[1].buckets() + 2 * size_t{frontier_};
   halves[0] = halves[1] = {};  // so that a page is touched here, and not by many insertions
-  RecordNode last[2] = {};     // of the halves
+  if (whole.size == 0) return;
+  RecordNode last[2] = {};  // of the halves
   for (uint32_t first = 0; first < whole.size; first += 8) {
     const RecordNode from = node_of(whole, first);
     const uint32_t lanes = std::min<uint32_t>(8, whole.size - first);
@@ -560,25 +574,26 @@ inline void NearTable::split_records() {
   whole = Bucket{};
 }
 
-inline void NearTable::drop_words(WordNode& head) {
+inline void NearTable::drop_words(WordHead& head) {
+  if (head.count == 0) return;  // its page may be untouched
   for (uint32_t number = head.next_number; number != 0;) {
     words_.give(number);
     number = words_.at(number).next_number;
   }
-  head = WordNode{};
+  head.next_number = 0;
+  head.count = 0;
 }
 
 inline void NearTable::split_words(unsigned table) {
-  WordNode& whole = levels_[0].words(table)[frontier_];
-  taken_words_.clear();
-  for (const WordNode* node = &whole;; node = &words_.at(node->next_number)) {
-    taken_words_.insert(taken_words_.end(), node->words, node->words + node->count);
-    if (node->next_number == 0) break;
-  }
+  WordHead& whole = levels_[0].words(table)[frontier_];
+  taken_words_.assign(whole.words, whole.words + whole.count);
+  for (uint32_t number = whole.next_number; number != 0; number = words_.at(number).next_number)
+    taken_words_.insert(taken_words_.end(), words_.at(number).words,
+                        words_.at(number).words + WordNode::kWords);
   drop_words(whole);
   const WordLayout& layout = layout_of(bits_);
   const unsigned shift = layout.third() + (layout.chunk_a - 1 - bits_);  // of the bit behind the bucket's own
-  WordNode* const halves = levels_[1].words(table) + 2 * size_t{frontier_};
+  WordHead* const halves = levels_[1].words(table) + 2 * size_t{frontier_};
   sorted_words_.resize(taken_words_.size());
   size_t zeros = 0, ones = taken_words_.size();  // from the front, and from the back
   for (const uint32_t word : taken_words_) {
@@ -592,12 +607,11 @@ inline void NearTable::split_words(unsigned table) {
 }
 
 // Puts words into an empty bucket.
-inline void NearTable::fill(WordNode& head, std::span<const uint32_t> words) {
-  while (words.size() > WordNode::kWords) {
+inline void NearTable::fill(WordHead& head, std::span<const uint32_t> words) {
+  while (words.size() > WordHead::kWords) {
     const uint32_t full = words_.take();
     WordNode& node = words_.at(full);
     std::copy_n(words.begin(), WordNode::kWords, node.words);
-    node.count = WordNode::kWords;
     node.next_number = head.next_number;
     head.next_number = full;
     words = words.subspan(WordNode::kWords);
@@ -622,7 +636,7 @@ inline void NearTable::collect(size_t buckets) {
 
 inline void NearTable::collect_from(std::span<const Bucket> buckets) {
   constexpr size_t kAhead = 10;
-  const LanesAlike lanes_alike = native_lanes_alike();
+  const FindAlike find_alike = native_find_alike();
   Patterns of_piece;
   for (unsigned table = 1; table < 3; ++table) {
     const auto leading = [&](uint64_t bucket) { return bucket << (64 - 21 * table - bits_); };
@@ -633,22 +647,18 @@ inline void NearTable::collect_from(std::span<const Bucket> buckets) {
     if (i < buckets.size()) prefetch_simhashes(buckets[i]);
     if (i < kAhead) continue;
     const Bucket& bucket = buckets[i - kAhead];
-    for (uint32_t first = 0; first < bucket.size; first += 32) {
-      const uint64_t* simhashes[4];
-      uint64_t lanes = 0;  // of four nodes, so that a branch for the few there are is taken seldom
-      const uint32_t nodes = std::min<uint32_t>(4, (bucket.size - first + 7) / 8);
-      for (uint32_t j = 0; j < nodes; ++j) {
-        simhashes[j] = node_of(bucket, first + 8 * j).simhash;
-        const uint32_t left = bucket.size - first - 8 * j;
-        const uint32_t used = left >= 8 ? 0xFF : (1u << left) - 1;
-        lanes |= static_cast<uint64_t>(lanes_alike(simhashes[j], of_piece) & (used | used << 8)) << 16 * j;
-      }
-      for (; lanes != 0; lanes &= lanes - 1) {
-        const unsigned lane = static_cast<unsigned>(std::countr_zero(lanes));
-        const unsigned table = 1 + lane / 8 % 2;
-        const uint64_t simhash = simhashes[lane / 16][lane % 8];
-        add_word(half_of(table, simhash), word_of(table, simhash, bits_ + 1));
-      }
+    for (uint32_t first = 0; first < bucket.size; first += 8 * SomeSimHashes::kNodes) {
+      SomeSimHashes some;
+      some.count = std::min<uint32_t>(8 * SomeSimHashes::kNodes, bucket.size - first);
+      for (uint32_t slot = 0; slot < some.count; slot += 8)
+        some.nodes[slot / 8] = records_.simhashes(node_number(bucket, (first + slot) / 8, words_));
+      Alike alike;
+      find_alike(some, of_piece, alike);
+      for (unsigned table = 1; table < 3; ++table)
+        for (uint32_t j = 0; j < alike.count[table - 1]; ++j) {
+          const uint64_t simhash = alike.simhashes[table - 1][j];
+          add_word(half_of(table, simhash), word_of(table, simhash, bits_ + 1));
+        }
     }
   }
 }

@@ -41,10 +41,11 @@ MAX_DISTANCE = 8  # the tables find everything within it, and nothing is promise
 HASH_BITS = 64
 _ROW = struct.Struct("<IHHQ")
 
-# What a slice of a question does at most, about: each is well below a millisecond of work.
+# What a slice of a question does at most, about: each is well below half a millisecond of work.
 _WORK_A_SLICE = 40_960  # of a search (native/near_search.hpp)
-_WINDOWS_A_SLICE = 1_024
-_MATCHES_A_SLICE = 512
+_WINDOWS_A_SLICE = 512
+_MATCHES_A_SLICE = 128
+_WEIGHED_A_SLICE = 1_024  # windows
 
 Usable = Callable[[Set[int]], Set[int]]
 
@@ -172,20 +173,13 @@ class FuzzyIndex:
         if windows == 0:
             return []
         _check(token_ids, max_distance)
-        weights = array("I", bytes(4 * windows))
-        for window in (yield from self._exact(context, token_ids, windows, usable)):
-            weights[window.token_offset] = 1
-        exact = self._select(weights, block_size)
+        exact = yield from self._exact(context, token_ids, windows, usable)
+        taken = yield from self._select(exact, windows, block_size)
+        offsets = _free_offsets(taken, windows, block_size)
         yield
-        offsets = _free_offsets(exact, windows, block_size)
         near = yield from self._near(context, token_ids, offsets, max_distance, usable)
-        candidates = {window.token_offset: window for window in near}
-        weights = array("I", bytes(4 * windows))
-        for offset, window in candidates.items():
-            # A block more is worth more than any closeness, an exact one more than two near ones in its way.
-            weights[offset] = 1_000_000 if window.exact else 1_000 + HASH_BITS - window.matches[0].distance
-        yield
-        return [candidates[offset] for offset in self._select(weights, block_size)]
+        chosen = set((yield from self._select(near, windows, block_size)))
+        return [window for window in near if window.token_offset in chosen]
 
     def stats(self) -> FuzzyStats:
         return FuzzyStats(*self._core.statistics())
@@ -215,6 +209,7 @@ class FuzzyIndex:
             max_distance,
             self._limits.matches_per_window_max,
         )
+        yield
         while not query.step(_WORK_A_SLICE):
             yield
         found: list[Window] = []
@@ -225,8 +220,18 @@ class FuzzyIndex:
             found += _usable_windows(rows, usable)
         return found
 
-    def _select(self, weights: array[int], block_size: int) -> array[int]:
-        return array("I", self._core.select(weights.tobytes(), block_size))
+    def _select(self, found: Sequence[Window], windows: int, block_size: int) -> Slices[array[int]]:
+        """Token offsets, ascending, of what does not overlap."""
+        weights = array("I", bytes(4 * windows))
+        for begin in range(0, len(found), _WEIGHED_A_SLICE):
+            for window in found[begin : begin + _WEIGHED_A_SLICE]:
+                # A block more is worth more than any closeness, an exact one more than two near ones in its way.
+                closeness = HASH_BITS - window.matches[0].distance
+                weights[window.token_offset] = 1_000_000 if window.exact else 1_000 + closeness
+            yield
+        chosen = array("I", self._core.select(weights.tobytes(), block_size))
+        yield
+        return chosen
 
 
 def finish(slices: Slices[Answer]) -> Answer:

@@ -167,3 +167,43 @@ def test_large_batches_are_counted_another_way_and_find_the_same() -> None:
     table.insert(array("Q", stored).tobytes())
     queries = [flip(stored[i % 400], 0, 64, chance.randrange(10), chance) for i in range(1_500)]
     assert found(table, queries, 8) == expected(stored, queries, 8)
+
+
+@pytest.mark.parametrize("bits", [6, 7, 8, 12])
+def test_so_many_queries_that_regions_are_smaller_find_the_same_while_buckets_are_split(bits: int) -> None:
+    chance = random.Random(bits)
+    stored = [chance.getrandbits(64) for _ in range(150)]
+    table = _native.NearTable(bits)
+    table.insert(array("Q", stored).tobytes())
+    queries = [flip(stored[i % 150], 0, 64, chance.randrange(6, 11), chance) for i in range(8_200)]
+    near = expected(stored, queries, 8)
+    for step in (0, 1, (1 << bits) // 3, 1 << bits):
+        split_up_to(table, step)
+        assert found(table, queries, 8) == near, step
+
+
+@pytest.mark.parametrize("scans", [0, 1, 2, 3])
+@pytest.mark.parametrize("chunk", [1, 2])
+@pytest.mark.parametrize("words", [0, 1, 7, 8, 14, 15, 16, 30, 31, 32, 46, 47, 61, 62, 80])
+def test_a_bucket_of_any_length_is_searched_to_its_end(words: int, chunk: int, scans: int) -> None:
+    """Its words fill lines and nodes to the last, or just not; no other table leads to what they name."""
+    chance = random.Random(words)
+    base = chance.getrandbits(64)
+    stored = [base] * words
+    for number in range(words):
+        for first, width in CHUNKS[:chunk]:
+            stored[number] = flip(stored[number], first + width - 6, 6, 3, chance)
+        stored[number] = flip(stored[number], CHUNKS[chunk][0], 10, chance.randrange(2), chance)
+    table = _native.NearTable(6)
+    table.insert(array("Q", stored).tobytes())
+    for number in range(0, words, 3):
+        table.erase(stored[number], number)
+    queries = [flip(base, 0, 22, chance.randrange(3), chance) for _ in range(70)]
+    near = [
+        (query, (asked ^ simhash).bit_count(), number)
+        for query, asked in enumerate(queries)
+        for number, simhash in enumerate(stored)
+        if number % 3 and (asked ^ simhash).bit_count() <= 8
+    ]
+    assert found(table, queries, 8, scans) == sorted(near)
+    assert found(table, queries[:1], 8, scans) == sorted(row for row in near if row[0] == 0)

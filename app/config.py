@@ -196,7 +196,9 @@ class Settings(BaseSettings):
         description="Seconds between two slices of expiry, sweeping and deadlines; 0.1 at least while nothing is swept.",
     )
     sweep_visits_max: int = Field(
-        4_096, ge=1, description="Index entries that one slice of sweeping looks at: 0.2 to 0.4 ms."
+        4_096,
+        ge=1,
+        description="Index entries that one slice of sweeping looks at: 0.2 to 0.4 ms in all, in parts.",
     )
     sweep_pause_s: float = Field(
         30, ge=0, le=3_600, description="Seconds of rest after a sweep has seen the whole index."

@@ -116,7 +116,8 @@ async def _tick(parts: Parts) -> None:
         if not parts.start.is_over:
             continue
         try:
-            parts.service.tick()
+            for _ in parts.service.tick_parts():
+                await asyncio.sleep(0)  # others have their turn
         except Exception:  # the outermost loop of this task: it must outlive one bad slice, and say so
             logger.exception("a timer slice failed")
             parts.metrics.observe_failed_tick()

@@ -66,6 +66,8 @@ _SUMMED = (
     "restarts",
 )
 
+_SWEPT_A_PART = 512  # entries: a microsecond each where all are dead and the fuzzy index is awake
+
 
 def index_limits(settings: Settings) -> IndexLimits:
     """The bounds of the index that belong to `settings`."""
@@ -457,11 +459,21 @@ class IndexerService:
 
     def tick(self) -> None:
         """Bounded slice of expiry, sweeping and deadlines; called from a timer."""
+        for _ in self.tick_parts():
+            pass
+
+    def tick_parts(self) -> Iterator[None]:
+        """`tick`, in parts of half a millisecond at the most."""
         if self._clock() >= self._sweep_from_s:
-            swept = self._index.sweep(self._now(), self._settings.sweep_visits_max)
-            if swept.idle:
-                # Nothing hangs on it: what is dead or expired is hidden already, sweeping only gives memory back.
-                self._sweep_from_s = self._clock() + self._settings.sweep_pause_s
+            left = self._settings.sweep_visits_max
+            while left > 0:
+                swept = self._index.sweep(self._now(), min(left, _SWEPT_A_PART))
+                left -= max(swept.visited, _SWEPT_A_PART)
+                if swept.idle:
+                    # Nothing hangs on it: what is dead or expired is hidden already, sweeping only gives memory back.
+                    self._sweep_from_s = self._clock() + self._settings.sweep_pause_s
+                    break
+                yield
         if not self.hints.is_empty:
             self.hints.sweep(self._now())
         self._registry.reset_silent(SILENCES_PER_TICK_MAX)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import struct
 from collections.abc import Callable
@@ -509,6 +510,18 @@ def test_a_timer_may_rest_when_a_sweep_is_done(bench: Bench) -> None:
         bench.service.tick()
     bench.clock.seconds += bench.settings.sweep_pause_s
     assert not bench.service.is_at_rest
+
+
+def test_what_is_dead_is_swept_in_parts() -> None:
+    bench = Bench(PrefixIndex)
+    bench.post(stored(0, 5_000))
+    bench.service.drop_pod("a")
+    left = [bench.index.stats().prefixes]
+    while left[-1]:
+        for _ in bench.service.tick_parts():
+            left.append(bench.index.stats().prefixes)
+    assert left[0] == 5_000
+    assert max(before - after for before, after in itertools.pairwise(left)) <= 512
 
 
 def test_silent_source_holds_nothing_past_its_deadline(bench: Bench) -> None:

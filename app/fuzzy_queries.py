@@ -30,7 +30,7 @@ from app.config import Settings
 from app.errors import InvalidInput, LimitExceeded, Overloaded, SwitchedOff
 from app.fuzzy.answer import FuzzyAnswer, Holding, Holdings, assemble
 from app.fuzzy.fuzzy_index import MAX_DISTANCE, FuzzyIndex, FuzzyLimits, Slices, finish
-from app.index.interface import LISTED_A_SLICE, Index
+from app.index.interface import Index, list_in_slices
 from app.owners import Owners
 from app.queries import Queries
 from app.registry import Registry
@@ -131,8 +131,7 @@ class FuzzyQueries:
         answer = _NOTHING
         if context is not None and tokens >= unit and self._contents.has_context(context):
             # From here on prefixes are asked for by themselves.
-            while not self._index.list_all(LISTED_A_SLICE, self._now()):
-                yield
+            yield from list_in_slices(self._index, self._now)
             holdings = Holdings(lambda hashes: self._holdings(context, hashes), query.exclude)
             ask = self._contents.grid_slices if query.mode == "grid" else self._contents.sliding_slices
             windows = yield from ask(context, query.token_ids, query.max_distance, holdings.usable)

@@ -52,15 +52,15 @@ void PrefixIndex::make_room(Context& context) {
 // evicted: records of a dropped context make room too.
 size_t PrefixIndex::evict(Eviction& eviction, Context* only) {
   size_t evicted = 0;
-  size_t buried = 0;
+  size_t gone = 0;
   size_t jumps = 0;
-  while (evicted + buried == 0) {
+  while (gone == 0) {
     if (eviction.left == 0 || jumps++ == kEvictJumpsMax) {
       choose_victims(eviction, only);
       jumps = 0;
     }
-    for (size_t looked_at = 0;
-         looked_at < kEvictRun && evicted + buried < kEvictionsMax && eviction.left != 0; ++looked_at) {
+    for (size_t looked_at = 0; looked_at < kEvictRun && gone < kEvictionsMax && eviction.left != 0;
+         ++looked_at) {
       const BlockId id = eviction.at;
       const BlockRecord* const record = pool_.peek(id);
       if (record == nullptr) break;
@@ -71,17 +71,17 @@ size_t PrefixIndex::evict(Eviction& eviction, Context* only) {
       Context* const context = only != nullptr ? only : find_context(number);
       if (context == nullptr) {
         bury(id);
-        ++buried;
-      } else if (record->last_seen <= eviction.up_to) {
+      } else if (record->last_seen > eviction.up_to) {
+        continue;
+      } else {
         forget(*context, id);
         --eviction.left;
         ++evicted;
-      } else {
-        continue;
       }
+      ++gone;
       looked_at = 0;
     }
-    if (evicted + buried == 0) eviction.at = some_record(only);
+    if (gone == 0) eviction.at = some_record(only);
   }
   return evicted;
 }
@@ -91,8 +91,8 @@ size_t PrefixIndex::evict(Eviction& eviction, Context* only) {
 // runs that are longer than others are met too seldom then.
 BlockId PrefixIndex::some_record(const Context* only) {
   const auto next_random = [this] { return mix64(random_ += 0x9E3779B97F4A7C15u); };
-  const bool has_many = only == nullptr || only->records >= pool_.end() / kTries;
-  for (size_t tries = has_many ? kTries : 0; tries != 0; tries -= only == nullptr ? 0 : 1) {
+  size_t tries = only == nullptr || only->records < pool_.end() / kTries ? 0 : kTries;
+  while (only == nullptr || tries-- != 0) {
     const auto id = static_cast<BlockId>(next_random() % pool_.end());
     const BlockRecord* const record = pool_.peek(id);
     if (record != nullptr && record->holders != kEmptySet &&

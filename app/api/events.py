@@ -85,36 +85,45 @@ def apply_batch(
     digest = (
         hashing.digest(bytes(body)) if seq == 0 else None
     )  # only what comes as number 0 is told apart by it
-    service = wiring.writer.immediate
-    if service is None:
-        return _apply_through_log(
-            wiring,
-            batch,
-            pod,
-            model,
-            dp_rank,
-            seq=seq,
-            lora=lora,
-            digest=digest,
-            incomplete=incomplete,
-            owner=owner,
-        )
 
-    def apply() -> dict[str, Any]:
-        result = service.post(
-            pod,
-            batch,
-            model=model,
-            dp_rank=dp_rank,
-            seq=seq,
-            lora=lora or None,
-            digest=digest,
-            incomplete=incomplete,
-            owner=owner,
-        )
+    def told(result: BatchResult) -> dict[str, Any]:
         if batch.ts is not None and not result.duplicate:
             wiring.metrics.observe_lag(time.time() - batch.ts)
         return _shown(result)
+
+    async def apply_through_log() -> dict[str, Any]:
+        return told(
+            await wiring.writer.post(
+                pod,
+                batch,
+                model=model,
+                dp_rank=dp_rank,
+                seq=seq,
+                lora=lora or None,
+                digest=digest,
+                incomplete=incomplete,
+                owner=owner,
+            )
+        )
+
+    service = wiring.writer.immediate
+    if service is None:
+        return apply_through_log()
+
+    def apply() -> dict[str, Any]:
+        return told(
+            service.post(
+                pod,
+                batch,
+                model=model,
+                dp_rank=dp_rank,
+                seq=seq,
+                lora=lora or None,
+                digest=digest,
+                incomplete=incomplete,
+                owner=owner,
+            )
+        )
 
     if any(isinstance(event, PrefixesStored) for event in batch.events):
         service.check(pod, batch, model=model, dp_rank=dp_rank, seq=seq, digest=digest)
@@ -127,35 +136,6 @@ async def _behind(slices: Iterator[None], apply: Callable[[], dict[str, Any]]) -
     for _ in slices:
         await asyncio.sleep(0)
     return apply()
-
-
-async def _apply_through_log(
-    wiring: Wiring,
-    batch: EventBatch,
-    pod: str,
-    model: str | None,
-    dp_rank: int,
-    *,
-    seq: int | None,
-    lora: str | None,
-    digest: int | None,
-    incomplete: bool,
-    owner: str | None,
-) -> dict[str, Any]:
-    result = await wiring.writer.post(
-        pod,
-        batch,
-        model=model,
-        dp_rank=dp_rank,
-        seq=seq,
-        lora=lora or None,
-        digest=digest,
-        incomplete=incomplete,
-        owner=owner,
-    )
-    if batch.ts is not None and not result.duplicate:
-        wiring.metrics.observe_lag(time.time() - batch.ts)
-    return _shown(result)
 
 
 async def _remove_everywhere(writer: Writer, fields: EventsFields, batch: EventBatch) -> BatchResult:

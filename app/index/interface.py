@@ -6,7 +6,7 @@ Meaning and errors of every call are in the contract at the top of app/index/pre
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from app._native import AnswerBook, PlainBatch
@@ -23,7 +23,7 @@ from app.index.prefix_index import (
     SweepResult,
 )
 
-LISTED_A_SLICE = 4_096  # blocks, by `list_all`: 0.3 ms
+LISTED_A_SLICE = 4_096  # blocks: 0.3 ms
 
 
 def ticks(seconds: float) -> int:
@@ -156,3 +156,9 @@ class Index(Protocol):
     def orphan_drops(self) -> list[tuple[int, int]]: ...
     def sweep(self, now: int, visits_max: int) -> SweepResult: ...
     def stats(self) -> IndexStats: ...
+
+
+def list_in_slices(index: Index, now: Callable[[], int]) -> Iterator[None]:
+    """`list_all` to its end, in slices: ahead of whoever asks for prefixes without their chains."""
+    while not index.list_all(LISTED_A_SLICE, now()):
+        yield

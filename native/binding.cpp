@@ -450,7 +450,7 @@ struct LoneIds {
     void prefetch(BlockId id) const { __builtin_prefetch(&(*keys)[id]); }
   };
   std::vector<uint64_t> keys;
-  IdTable<KeyOf, kDealNarrow> table{KeyOf{&keys}};
+  IdTable<KeyOf, kFillDense, kDealNarrow> table{KeyOf{&keys}};
   LoneIds() = default;
   LoneIds(const LoneIds&) = delete;
 };

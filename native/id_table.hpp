@@ -52,9 +52,13 @@
 
 namespace kvindexer {
 
+// How full a segment gets before it has to grow, in 128ths of its places: small, or quick (see above).
+inline constexpr uint32_t kFillDense = 116;
+inline constexpr uint32_t kFillLoose = 88;
+
 // KeyOf: `uint64_t operator()(BlockId) const` and `void prefetch(BlockId) const`. `kDealNarrow` is for tests:
 // grow as on a machine without wide registers.
-template <class KeyOf, bool kDealNarrow = false>
+template <class KeyOf, uint32_t kFillMax = kFillDense, bool kDealNarrow = false>
 class IdTable {
  public:
   explicit IdTable(KeyOf key_of) : key_of_(key_of), directory_(1, 0), segments_(1) {}
@@ -216,7 +220,6 @@ class IdTable {
   static constexpr uint8_t kPassedMax = 255;    // so many or more: it is not counted down any more
   static constexpr size_t kSegmentPages = 16;   // of one that is full-grown
   static constexpr size_t kHalfPages = 12;      // of one that was split off
-  static constexpr uint32_t kFillMax = 116;     // 128ths of the places, then it has to grow
   static constexpr uint32_t kFillMaxBent = 77;  // of a segment that is not evenly dense
   static constexpr uint32_t kBentDepth = 3;     // shallower segments are not evenly dense
   static constexpr unsigned kPlaceBits = 8;     // of a spot say where in its group it is

@@ -61,7 +61,7 @@
 
 namespace kvindexer {
 
-using NameTable = IdTable<NameOf>;
+using NameTable = IdTable<NameOf, kFillLoose>;
 
 // Where a walk over all names stands: at a record, then at one of the other names.
 struct NameCursor {
@@ -372,6 +372,7 @@ class PrefixIndex {
   bool store_name(const Storing& by, uint32_t slot, uint64_t key, uint64_t prefix, BlockId parent,
                   BlockId& id, bool counts);
   void see(const Storing& by, Frame& frame, size_t block, BlockId id);
+  void tell(const Storing& by, Frame& frame, size_t block, BlockRecord& record);
 
   // prefix_index_remove.cpp
   size_t remove_run(Removal& removal, std::span<const uint64_t> engine_hashes, Tick now);

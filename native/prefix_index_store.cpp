@@ -181,11 +181,15 @@ void PrefixIndex::release_waiters(Context& context, const Frame& parent, size_t 
 
 // What is done for every block that is stored, however it came into its record.
 inline void PrefixIndex::see(const Storing& by, Frame& frame, size_t block, BlockId id) {
-  Context& context = by.context;
   BlockRecord& record = pool_[id];
   record.last_seen = by.now;
   frame.before = id;
-  if (!by.told && marks_ == 0) return;
+  if (by.told || marks_ != 0) tell(by, frame, block, record);
+}
+
+// The rest of it, where somebody is waiting for the block.
+void PrefixIndex::tell(const Storing& by, Frame& frame, size_t block, BlockRecord& record) {
+  Context& context = by.context;
   if (by.told && block < frame.plain && !record.is_plain) {
     record.is_plain = true;
     if (frame.tokens != nullptr)
@@ -305,6 +309,8 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
   Slot& slot = context.slots[*frame.slot];
   const size_t begin = frame.next;
   const size_t end = frame.engine_hashes.size();
+  for (size_t block = begin; block < end; block += 64 / sizeof(uint64_t))
+    __builtin_prefetch(&frame.engine_hashes[block]);
   // What stands behind this block then stands behind a new one, and follows nothing.
   if (context.behind(sets_, frame.before, prefix_at(frame, begin)) != kNoBlock) return;
   const SetId alone = sets_.with(kEmptySet, context.id, *frame.slot);
@@ -338,17 +344,19 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
       in_names = names_.probe(at.key, at.name);
     }
     const BlockId id = pool_.add();
-    BlockRecord& record = pool_[id];
-    record.prefix = prefix;
-    record.name = at.key;
-    record.holders = alone;
-    record.owners = alone;
+    const bool follows = may_follow(frame.before, id);
+    const bool is_listed = !follows || lists_all_;
+    pool_[id] = {.prefix = prefix,
+                 .name = at.key,
+                 .holders = alone,
+                 .is_listed = is_listed,
+                 .owners = alone,
+                 .follows = follows,
+                 .last_seen = by.now,
+                 .is_plain = false,
+                 .has_namesake = false};
     ++context.records;
-    record.follows = may_follow(frame.before, id);
-    if (!record.follows || lists_all_) {
-      context.listed.insert(in_prefixes, id);
-      record.is_listed = true;
-    }
+    if (is_listed) context.listed.insert(in_prefixes, id);
     names_.insert(in_names, id);
     touch(at.key);
     ++slot.blocks;

@@ -42,7 +42,8 @@ class HashChain {
       joined_.insert(joined_.end(), extra.begin(), extra.end());
       hash_ = xxh64(joined_.data(), joined_.size(), hash_);
     }
-    for (size_t line = 0; line < block_bytes_; line += 64) __builtin_prefetch(tokens_ + kPrefetchBytes + line);
+    for (size_t line = 0; line < block_bytes_; line += 64)
+      __builtin_prefetch(tokens_ + kPrefetchBytes + line);
     tokens_ += block_bytes_;
     ++block_;
     return hash_;

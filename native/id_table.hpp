@@ -468,14 +468,16 @@ class IdTable {
   // Where there is no memory for a smaller layout, the segment stays as it is.
   void shrink(uint32_t index) noexcept {
     Segment& segment = segments_[index];
+    const size_t pages = pages_for(segment.size);
+    const unsigned group_end = segment.depth + group_bits_in(pages);
     Pages fresh;
     try {
-      lift(segment, true);
-      fresh = zeroed(pages_for(lifted_.size()));
+      lift(segment, group_end > segment.tag_from);  // else tags say all that the new ones will
+      fresh = zeroed(pages);
     } catch (const std::bad_alloc&) {
       return;
     }
-    segment.tag_from = static_cast<uint8_t>(segment.depth + group_bits_in(fresh.pages()));
+    segment.tag_from = static_cast<uint8_t>(group_end);
     lay_out(segment, std::move(fresh));
     for (const Lifted& entry : lifted_) put(segment, entry.spot, entry.id);
   }

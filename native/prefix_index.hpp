@@ -509,6 +509,7 @@ class PrefixIndex {
   BlockId some_record(const Context* only);
   void choose_victims(Eviction& eviction, const Context* only);
   void bury(BlockId id);
+  void prefetch_leavers(BlockId id) const;
   void sweep_stage(Tick now, size_t visits_max, Swept& swept);
   size_t sweep_records(Tick now, size_t visits_max, Swept& swept);
   template <class Slice>

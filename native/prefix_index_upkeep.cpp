@@ -242,7 +242,17 @@ size_t PrefixIndex::sweep_records(Tick now, size_t visits_max, Swept& swept) {
     if (!lists_all_ && record.follows && record.is_listed)
       if (Context* const context = find_context(sets_.context(record.holders))) unlist(*context, id);
     clean_record(id, now, swept);
+    if (id % kAhead == 0) prefetch_leavers(id);
   });
+}
+
+// Where a record went those before it mostly go too, and their names lie anywhere: the lines of the kAhead
+// behind the next ones are fetched at once.
+void PrefixIndex::prefetch_leavers(BlockId id) const {
+  if (const BlockRecord* const gone = pool_.peek(id); gone != nullptr && gone->holders != kEmptySet) return;
+  for (BlockId ahead = id - kAhead; ahead > id - 2 * kAhead; --ahead)
+    if (const BlockRecord* const next = pool_.peek(ahead); next != nullptr && next->owners != kEmptySet)
+      names_.prefetch(next->name);
 }
 
 void PrefixIndex::clean_record(BlockId id, Tick now, Swept& swept) {

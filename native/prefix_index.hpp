@@ -507,7 +507,8 @@ class PrefixIndex {
   void make_room(Context& context);
   size_t evict(Eviction& eviction, Context* only);
   BlockId some_record(const Context* only);
-  void choose_victims(Eviction& eviction, const Context* only);
+  void choose_age(Eviction& eviction, const Context* only);
+  void find_victims(Eviction& eviction, const Context* only, Victims& victims);
   void bury(BlockId id);
   void prefetch_leavers(BlockId id) const;
   void sweep_stage(Tick now, size_t visits_max, Swept& swept);

@@ -5,7 +5,7 @@
 //   records      block_pool.hpp: prefix hash, holders, last seen and one name             28 bytes an entry
 //   listed       id_table.hpp, one a context: prefix hash -> record, of those that do not follow the record
 //                before them                                                               about 8 bytes
-//   names        id_table.hpp: engine hash -> records that carry it                        about 8 bytes
+//   names        id_table.hpp: engine hash -> records that carry it                        about 10 bytes
 //   other names  other_names.hpp: engine hash -> record, set of slots that name it so, where the record
 //                carries another engine's name already                                   about 28 bytes
 //   copies       one: (engine hash, slot) -> copies beyond the first                       nearly empty

@@ -309,8 +309,6 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
   Slot& slot = context.slots[*frame.slot];
   const size_t begin = frame.next;
   const size_t end = frame.engine_hashes.size();
-  for (size_t block = begin; block < end; block += 64 / sizeof(uint64_t))
-    __builtin_prefetch(&frame.engine_hashes[block]);
   // What stands behind this block then stands behind a new one, and follows nothing.
   if (context.behind(sets_, frame.before, prefix_at(frame, begin)) != kNoBlock) return;
   const SetId alone = sets_.with(kEmptySet, context.id, *frame.slot);

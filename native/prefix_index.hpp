@@ -371,7 +371,7 @@ class PrefixIndex {
   void store_block(const Storing& by, Frame& frame);
   bool store_name(const Storing& by, uint32_t slot, uint64_t key, uint64_t prefix, BlockId parent,
                   BlockId& id, bool counts);
-  void see(const Storing& by, Frame& frame, size_t block, BlockId id);
+  void see(const Storing& by, Frame& frame, size_t block, BlockId id, BlockRecord& record);
   void tell(const Storing& by, Frame& frame, size_t block, BlockRecord& record);
 
   // prefix_index_remove.cpp

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from redis.asyncio import Redis
@@ -212,12 +213,23 @@ def _client(url: str, *, cluster: bool, timeout_s: float) -> Any:
             return RedisCluster.from_url(url, **options)
         return Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
     except ValueError as error:
-        raise InvalidSettings(f"KVINDEXER_REDIS_URL cannot be used: {_plain(error, url)}") from None
+        raise InvalidSettings(f"KVINDEXER_REDIS_URL cannot be used: {_fault(error, url)}") from None
+
+
+def _fault(error: Exception, url: str) -> str:
+    """Of a URL that cannot be, in a sentence that has nothing of it: what passes for its port may be of its password."""
+    try:
+        urlsplit(url).port  # noqa: B018
+    except ValueError:
+        return (
+            "its port is no number from 0 to 65535; in a password, / is written %2F, ? %3F, # %23 and @ %40"
+        )
+    return _plain(error, url)
 
 
 def _plain(error: Exception, url: str) -> str:
     """What a fault says, without the URL."""
-    return str(error).replace(url, "the URL")
+    return str(error).replace(url, "the URL") if "://" in url else str(error)
 
 
 @contextlib.asynccontextmanager

@@ -67,6 +67,22 @@ def test_match(url: str) -> None:
     assert "pod-a" in done(url, "match", "-m", "m", "-t", "1 2 3 4")
 
 
+def test_a_model_that_nobody_serves_is_told(url: str) -> None:
+    code, out, err = finished("match", "-m", "mm", "-t", TOKENS, KVINDEXER_URL=url)
+    assert (code, err) == (0, "no pod serves 'mm'; they serve: m\n")
+    assert "9 tokens" in out
+    assert document(url, "match", "-m", "mm", "-t", TOKENS)["matches"] == []  # a script reads one document
+    assert "no pod serves" not in done(url, "match", "-m", "m", "-t", "91,92,93,94")
+
+
+def test_pods_that_are_not_live_are_told_with_their_cause(url: str) -> None:
+    body = {"pod": "pod-b", "model": "m", "incomplete": True, "events": []}
+    assert httpx.post(f"{url}/v1/events", json=body).status_code == 200
+    listed = done(url, "pods", "list")
+    assert "pod-b rank 0 is degraded: its sender says that the picture is not whole" in listed
+    assert "pod-a rank 0 is" not in listed
+
+
 def test_prompt_of_a_file(url: str, tmp_path: Path) -> None:
     file = tmp_path / "prompt.json"
     file.write_text("[1, 2,\n 3, 4]\n")

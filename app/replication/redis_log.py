@@ -25,7 +25,7 @@ from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from app.errors import UNDECODABLE, InvalidSettings, LogAway
 
@@ -34,6 +34,7 @@ BLOCK_S = 1.0  # how long a read waits for something new
 GROUPS_PER_READ = 64
 CANDIDATES_S = 30
 _FIELD = b"g"
+_FAULTS = (RedisError, RedisClusterException, OSError, TimeoutError)  # a cluster's own is no RedisError
 
 # KEYS the terms; ARGV those that are in force, "" for none, and those that shall be.
 _SUCCEED = """
@@ -68,7 +69,7 @@ class RedisLog:
         return self._writer
 
     async def close(self) -> None:
-        with contextlib.suppress(RedisError, OSError):
+        with contextlib.suppress(*_FAULTS):
             await self._writer.aclose()
             await self._reader.aclose()
 
@@ -236,6 +237,6 @@ def _plain(error: Exception, url: str) -> str:
 async def _away_is_told() -> AsyncIterator[None]:
     try:
         yield
-    except (RedisError, OSError, TimeoutError) as error:
+    except _FAULTS as error:
         said = str(error) or type(error).__name__
         raise LogAway(f"Redis: {said}") from error

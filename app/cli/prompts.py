@@ -109,6 +109,9 @@ def route(
     reserve: Annotated[
         bool, typer.Option(help="Announce the prompt at the pod that is chosen, as a router does.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only look: the choice does not count as load of its pod.")
+    ] = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     as_json: AsJson = False,
@@ -124,6 +127,7 @@ def route(
     body = _prompt(model, tokens, tokens_file, text, lora, cache_salt, block_size, pod)
     body |= {} if policy is None else {"policy": policy}
     body |= {"reserve": True} if reserve else {}
+    body |= {"dry_run": True} if dry_run else {}
     with Connection(url, api_key) as indexer:
         answer = indexer.post("/v1/route", body)
     if as_json:

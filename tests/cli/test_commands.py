@@ -175,6 +175,19 @@ def test_route(url: str) -> None:
     assert "policy" in err
 
 
+def test_a_route_that_only_looks_is_no_load(url: str) -> None:
+    """Who looks into a fleet at night must not move its traffic."""
+
+    def load() -> float:
+        answer = document(url, "route", "-m", "m", "-t", TOKENS, "--dry-run")
+        return float(answer["candidates"][0]["own_requests"])
+
+    before = load()
+    assert load() <= before, "what was there decays"
+    document(url, "route", "-m", "m", "-t", TOKENS)
+    assert load() > before
+
+
 def test_stats(url: str) -> None:
     assert document(url, "stats")["index"]["prefixes"] == 2
     assert "prefixes" in done(url, "stats")

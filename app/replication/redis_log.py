@@ -18,13 +18,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from app.errors import UNDECODABLE, InvalidSettings, LogAway
 
@@ -33,6 +34,7 @@ BLOCK_S = 1.0  # how long a read waits for something new
 GROUPS_PER_READ = 64
 CANDIDATES_S = 30
 _FIELD = b"g"
+_FAULTS = (RedisError, RedisClusterException, OSError, TimeoutError)  # a cluster's own is no RedisError
 
 # KEYS the terms; ARGV those that are in force, "" for none, and those that shall be.
 _SUCCEED = """
@@ -67,7 +69,7 @@ class RedisLog:
         return self._writer
 
     async def close(self) -> None:
-        with contextlib.suppress(RedisError, OSError):
+        with contextlib.suppress(*_FAULTS):
             await self._writer.aclose()
             await self._reader.aclose()
 
@@ -212,18 +214,29 @@ def _client(url: str, *, cluster: bool, timeout_s: float) -> Any:
             return RedisCluster.from_url(url, **options)
         return Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
     except ValueError as error:
-        raise InvalidSettings(f"KVINDEXER_REDIS_URL cannot be used: {_plain(error, url)}") from None
+        raise InvalidSettings(f"KVINDEXER_REDIS_URL cannot be used: {_fault(error, url)}") from None
+
+
+def _fault(error: Exception, url: str) -> str:
+    """Of a URL that cannot be, in a sentence that has nothing of it: what passes for its port may be of its password."""
+    try:
+        urlsplit(url).port  # noqa: B018
+    except ValueError:
+        return (
+            "its port is no number from 0 to 65535; in a password, / is written %2F, ? %3F, # %23 and @ %40"
+        )
+    return _plain(error, url)
 
 
 def _plain(error: Exception, url: str) -> str:
     """What a fault says, without the URL."""
-    return str(error).replace(url, "the URL")
+    return str(error).replace(url, "the URL") if "://" in url else str(error)
 
 
 @contextlib.asynccontextmanager
 async def _away_is_told() -> AsyncIterator[None]:
     try:
         yield
-    except (RedisError, OSError, TimeoutError) as error:
+    except _FAULTS as error:
         said = str(error) or type(error).__name__
         raise LogAway(f"Redis: {said}") from error

@@ -162,26 +162,26 @@ class IdTable {
     ++size_;
   }
 
-  // The record is in the table under this key.
+  // The record is in the table under this key, or has never come to be there for want of memory.
   void erase(uint64_t key, BlockId id) { erase(spot_of(key), id); }
   void erase(Spot of_key, BlockId id) {
     const uint64_t spot = bits(of_key);
     const uint32_t index = segment_of(spot);
     Segment& segment = segments_[index];
+    if (segment.size == 0) return;
     const uint16_t tag = segment.tag(spot);
     Bucket* const buckets = segment.buckets();
-    uint32_t at = segment.home(spot);
-    while (true) {
-      Bucket& bucket = buckets[at];
-      const uint32_t place = bucket.place_of(tag, id);
-      if (place != kEntries) {
-        bucket.remove(place);
-        break;
-      }
-      assert(bucket.passed != 0 && "what is erased is in the table");
-      if (bucket.passed != kPassedMax) --bucket.passed;
+    const uint32_t home = segment.home(spot);
+    uint32_t at = home;
+    uint32_t place = buckets[at].place_of(tag, id);
+    for (uint32_t seen = 1; place == kEntries; ++seen) {
+      if (buckets[at].passed == 0 || seen == segment.count) return;
       at = segment.next(at);
+      place = buckets[at].place_of(tag, id);
     }
+    for (uint32_t full = home; full != at; full = segment.next(full))
+      if (buckets[full].passed != kPassedMax) --buckets[full].passed;
+    buckets[at].remove(place);
     --segment.size;
     --size_;
     if (segment.is_sparse()) shrink(index);

@@ -47,9 +47,14 @@ BlockId PrefixIndex::add_record(Context& context, uint64_t prefix, BlockId paren
   record.prefix = prefix;
   record.holders = holders;
   record.last_seen = last_seen;
-  ++context.records;
   record.follows = may_follow(parent, id);
-  if (!record.follows || lists_all_) list(context, id);
+  try {
+    if (!record.follows || lists_all_) list(context, id);
+  } catch (...) {
+    pool_.free(id);
+    throw;
+  }
+  ++context.records;
   return id;
 }
 
@@ -217,10 +222,10 @@ void PrefixIndex::add_name(BlockId id, uint64_t key, SetId owners) {
     other_names_.insert(key, id, record.prefix, owners, has_namesake);
     return;
   }
+  names_.insert(key, id);
   record.name = key;
   record.owners = owners;
   record.has_namesake = has_namesake;
-  names_.insert(key, id);
 }
 
 void PrefixIndex::set_owners(const Naming& name, SetId owners) {

@@ -353,9 +353,16 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
               .last_seen = by.now,
               .is_plain = false,
               .has_namesake = false};
+    try {
+      if (is_listed) context.listed.insert(in_prefixes, id);
+      names_.insert(in_names, id);
+    } catch (...) {
+      if (is_listed) context.listed.erase(at.prefix, id);
+      pool_.free(id);
+      sets_.release(alone, references - static_cast<uint32_t>(2 * (frame.next - begin)));
+      throw;
+    }
     ++context.records;
-    if (is_listed) context.listed.insert(in_prefixes, id);
-    names_.insert(in_names, id);
     touch(at.key);
     ++slot.blocks;
     slot.digest += mix64(prefix);

@@ -344,7 +344,7 @@ class NearTable {
   // before bucket `collected_` of table A.
   uint32_t collected_end_ = 0;
   uint32_t collected_ = 0;
-  std::vector<uint32_t> taken_words_, sorted_words_;  // of a split
+  std::vector<uint32_t> taken_words_, sorted_words_[2];  // of a split
 };
 
 inline size_t NearTable::bytes() const {
@@ -619,16 +619,17 @@ inline void NearTable::split_words(unsigned table) {
   const WordLayout& layout = layout_of(bits_);
   const unsigned shift = layout.third() + (layout.chunk_a - 1 - bits_);  // of the bit behind the bucket's own
   WordHead* const halves = levels_[1].words(table) + 2 * size_t{frontier_};
-  sorted_words_.resize(taken_words_.size());
-  size_t zeros = 0, ones = taken_words_.size();  // from the front, and from the back
+  for (std::vector<uint32_t>& words : sorted_words_) words.resize(taken_words_.size());
+  // Every word goes to both, and counts in one: a branch would be wrong half the time.
+  size_t zeros = 0, ones = 0;
   for (const uint32_t word : taken_words_) {
-    const bool one = (word >> shift & 1) != 0;
-    sorted_words_[one ? ones - 1 : zeros] = word;
-    ones -= one ? 1 : 0;
-    zeros += one ? 0 : 1;
+    sorted_words_[0][zeros] = sorted_words_[1][ones] = word;
+    const uint32_t one = word >> shift & 1;
+    ones += one;
+    zeros += 1 - one;
   }
-  fill(halves[0], std::span(sorted_words_).first(zeros));
-  fill(halves[1], std::span(sorted_words_).subspan(zeros));
+  fill(halves[0], std::span(sorted_words_[0]).first(zeros));
+  fill(halves[1], std::span(sorted_words_[1]).first(ones));
 }
 
 // Puts words into an empty bucket.

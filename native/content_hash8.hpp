@@ -14,7 +14,7 @@
 
 #include "xxh64.hpp"
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__x86_64__) && (defined(__clang__) || (defined(__GNUC__) && __GNUC__ >= 12))
 #define KVINDEXER_CONTENT_HASH8 1
 
 namespace kvindexer {
@@ -27,19 +27,20 @@ namespace content_hash8_detail {
 
 using Lanes = uint64_t __attribute__((vector_size(64)));
 
-// A step of turning round: of pairs of rows that lie `kApart` apart, what is crosswise changes places.
-template <int kApart>
-[[gnu::target("avx512f,avx512dq"), gnu::always_inline]] inline void swap_crosswise(Lanes* rows) {
-  Lanes low, high;
-  for (uint64_t i = 0; i < 8; ++i) {
-    low[i] = (i & kApart) == 0 ? i : 8 + i - kApart;
-    high[i] = (i & kApart) == 0 ? i + kApart : 8 + i;
+// What is in row i, lane j goes to row j, lane i.
+[[gnu::target("avx512f,avx512dq"), gnu::always_inline]] inline void transpose(Lanes* rows) {
+  Lanes pairs[8], fours[8];
+  for (int i = 0; i < 8; i += 2) {
+    pairs[i] = __builtin_shufflevector(rows[i], rows[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+    pairs[i + 1] = __builtin_shufflevector(rows[i], rows[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
   }
-  for (int i = 0; i < 8; ++i) {
-    if ((i & kApart) != 0) continue;
-    const Lanes above = rows[i], below = rows[i + kApart];
-    rows[i] = __builtin_shuffle(above, below, low);
-    rows[i + kApart] = __builtin_shuffle(above, below, high);
+  for (int i : {0, 1, 4, 5}) {
+    fours[i] = __builtin_shufflevector(pairs[i], pairs[i + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+    fours[i + 2] = __builtin_shufflevector(pairs[i], pairs[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+  }
+  for (int i = 0; i < 4; ++i) {
+    rows[i] = __builtin_shufflevector(fours[i], fours[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    rows[i + 4] = __builtin_shufflevector(fours[i], fours[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
   }
 }
 
@@ -111,9 +112,7 @@ template <int kApart>
   using namespace content_hash8_detail;
   Lanes columns[8];
   std::memcpy(columns, tokens, sizeof columns);
-  swap_crosswise<1>(columns);
-  swap_crosswise<2>(columns);
-  swap_crosswise<4>(columns);
+  transpose(columns);
   const Lanes simhash = simhash_of(columns);
   std::memcpy(simhashes, &simhash, sizeof simhash);
   const Lanes hash = xxh64_of(columns);

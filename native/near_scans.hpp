@@ -557,28 +557,22 @@ KVINDEXER_TARGET_AVX512 inline void find_alike_avx512(const SomeSimHashes& from,
   std::copy_n(count, 2, out.count);
 }
 #endif
-inline FindAlike native_find_alike() {
-#ifdef KVINDEXER_NEAR_X86
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vpopcntdq")) return find_alike_avx512;
-  if (__builtin_cpu_supports("avx2")) return find_alike_avx2;
-#endif
-  return find_alike_portable;
-}
 
 struct NearScans {
   void (*words)(const WordScan&, std::vector<Candidate>&);
   void (*records)(const RecordScan&, std::vector<Candidate>&);
+  FindAlike find_alike;
 };
 
 // All that this machine runs, the fastest first.
 inline std::span<const NearScans> native_scans() {
   static constexpr NearScans kScans[] = {
 #ifdef KVINDEXER_NEAR_X86
-      {scan_words_avx512, scan_records_avx512},
-      {scan_words_avx2, scan_records_avx2},
-      {scan_words_popcnt, scan_records_popcnt},
+      {scan_words_avx512, scan_records_avx512, find_alike_avx512},
+      {scan_words_avx2, scan_records_avx2, find_alike_avx2},
+      {scan_words_popcnt, scan_records_popcnt, find_alike_portable},
 #endif
-      {scan_words_portable, scan_records_portable},
+      {scan_words_portable, scan_records_portable, find_alike_portable},
   };
   size_t first = 0;
 #ifdef KVINDEXER_NEAR_X86

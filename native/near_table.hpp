@@ -75,7 +75,7 @@ class NearTable {
   static constexpr unsigned kBitsMin = 6;
   static constexpr unsigned kBitsMax = 20;
 
-  explicit NearTable(unsigned bits) : bits_(bits) {
+  NearTable(unsigned bits, const NearScans& scans) : bits_(bits), find_alike_(scans.find_alike) {
     assert(bits >= kBitsMin && bits <= kBitsMax && "a chunk has 21 bits, a region 64 buckets");
     levels_[0].resize(bits);
     layouts_ = {layout_of(bits), layout_of(bits + 1)};
@@ -333,6 +333,7 @@ class NearTable {
   }
 
   unsigned bits_;
+  FindAlike find_alike_;
   uint32_t frontier_ = 0;
   std::array<Level, 2> levels_;  // of `bits_` bits, and of one more
   std::array<WordLayout, 2> layouts_;
@@ -662,7 +663,6 @@ inline void NearTable::collect(size_t buckets) {
 
 inline void NearTable::collect_from(std::span<const Bucket> buckets) {
   constexpr size_t kAhead = 10;
-  const FindAlike find_alike = native_find_alike();
   Patterns of_piece;
   Alike alike;
   alike.count[0] = alike.count[1] = 0;
@@ -680,7 +680,7 @@ inline void NearTable::collect_from(std::span<const Bucket> buckets) {
       some.count = std::min<uint32_t>(8 * SomeSimHashes::kNodes, bucket.size - first);
       for (uint32_t slot = 0; slot < some.count; slot += 8)
         some.nodes[slot / 8] = records_.simhashes(node_number(bucket, (first + slot) / 8, words_));
-      find_alike(some, of_piece, alike);
+      find_alike_(some, of_piece, alike);
       for (unsigned table = 1; table < 3; ++table)
         if (alike.count[table - 1] >= Alike::kTaken) add_collected(table, alike);
     }

@@ -526,11 +526,11 @@ void bind_near_table(nb::module_& m) {
           "search",
           [](const LoneTable& self, const nb::bytes& queries, unsigned distance_max, size_t scans) {
             std::vector<uint32_t> rows;
-            self.table.search(
-                words_of(queries), distance_max, scans_of(scans),
-                [&](uint32_t query, unsigned distance, const Record& record) {
-                  rows.insert(rows.end(), {query, distance, static_cast<uint32_t>(record.prefix - 1)});
-                });
+            self.table.search(words_of(queries), distance_max, scans_of(scans),
+                              [&](uint32_t query, unsigned distance, const Record& record) {
+                                rows.insert(rows.end(),
+                                            {query, distance, static_cast<uint32_t>(record.prefix - 1)});
+                              });
             return bytes_of_values(rows);
           },
           "queries"_a, "distance_max"_a, "scans"_a = 0);

@@ -400,7 +400,8 @@ inline void NearTable::erase(RecordPlace place) {
   for (unsigned table = 1; table < 3; ++table) {
     const uint32_t of_word = bucket_at(table, simhash);
     erase_word(head(table, of_word), word_of(table, simhash, layouts_[of_word >> (bits_ + 1)]));
-    if (is_collected(table, simhash)) erase_word(half_of(table, simhash), word_of(table, simhash, layouts_[1]));
+    if (is_collected(table, simhash))
+      erase_word(half_of(table, simhash), word_of(table, simhash, layouts_[1]));
   }
   const RecordNode from = node_of(bucket, last);
   node.simhash[place.slot & 7] = from.simhash[last & 7];
@@ -689,7 +690,8 @@ inline void NearTable::collect_from(std::span<const Bucket> buckets) {
 }
 
 inline void NearTable::add_collected(unsigned table, Alike& alike) {
-  const std::span<const uint64_t> simhashes(alike.simhashes[table - 1], std::exchange(alike.count[table - 1], 0));
+  const std::span<const uint64_t> simhashes(alike.simhashes[table - 1],
+                                            std::exchange(alike.count[table - 1], 0));
   for (const uint64_t simhash : simhashes) prefetch_head(&half_of(table, simhash));
   for (const uint64_t simhash : simhashes)
     add_word(half_of(table, simhash), word_of(table, simhash, layouts_[1]));

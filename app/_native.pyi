@@ -282,6 +282,12 @@ class IdTable:
 class NarrowIdTable(IdTable):
     """The same, growing as on a machine without wide registers."""
 
+class LooseIdTable(IdTable):
+    """As loose as the table of names is."""
+
+class LooseNarrowIdTable(IdTable):
+    """Both."""
+
 class NearTable:
     """For tests: SimHashes that no tokens are known for, in a table of 2**bits buckets, 6 <= bits <= 20."""
 

@@ -66,7 +66,7 @@ _SUMMED = (
     "restarts",
 )
 
-_SWEPT_A_PART = 512  # entries: a microsecond each where all are dead and the fuzzy index is awake
+SWEPT_A_PART = 512  # entries: a microsecond each where all are dead and the fuzzy index is awake
 
 
 def index_limits(settings: Settings) -> IndexLimits:
@@ -466,8 +466,8 @@ class IndexerService:
         if self._clock() >= self._sweep_from_s:
             left = self._settings.sweep_visits_max
             while left > 0:
-                swept = self._index.sweep(self._now(), min(left, _SWEPT_A_PART))
-                left -= max(swept.visited, _SWEPT_A_PART)
+                swept = self._index.sweep(self._now(), min(left, SWEPT_A_PART))
+                left -= max(swept.visited, SWEPT_A_PART)
                 if swept.idle:
                     # Nothing hangs on it: what is dead or expired is hidden already, sweeping only gives memory back.
                     self._sweep_from_s = self._clock() + self._settings.sweep_pause_s

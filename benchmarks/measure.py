@@ -23,8 +23,12 @@ class Timing:
 
     median_us: float
     p99_us: float
-    max_us: float
+    slowest_us: tuple[float, ...]  # the three longest calls, or as many as there were, the longest first
     calls: int
+
+    @property
+    def max_us(self) -> float:
+        return self.slowest_us[0]
 
     def __str__(self) -> str:
         return (
@@ -40,7 +44,7 @@ def time_calls(call: Callable[[T], object], arguments: Iterable[T]) -> Timing:
     return Timing(
         statistics.median(samples) / 1e3,
         samples[min(len(samples) - 1, len(samples) * 99 // 100)] / 1e3,
-        samples[-1] / 1e3,
+        tuple(sample / 1e3 for sample in samples[:-4:-1]),
         len(samples),
     )
 

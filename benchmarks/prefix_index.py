@@ -30,10 +30,10 @@ ROW = struct.Struct("<6I")
 class Workload:
     """Chains that can be made again from their number, so that the index is the only memory that grows."""
 
-    def __init__(self, blocks: int, fleet: int) -> None:
+    def __init__(self, blocks: int, fleet: int, fresh_chains: int = FRESH_CHAINS) -> None:
         self.chains = blocks // CHAIN_BLOCKS
         self.blocks = self.chains * CHAIN_BLOCKS
-        room = self.blocks + FRESH_CHAINS * CHAIN_BLOCKS
+        room = self.blocks + fresh_chains * CHAIN_BLOCKS
         self.index = PrefixIndex(IndexLimits(prefixes_per_context_max=room, prefixes_max=room))
         self.context = self.index.context("bench", None, BLOCK_SIZE, 0)
         self.sources = [self.index.add_source() for _ in range(fleet)]
@@ -196,6 +196,21 @@ def measure_listing(work: Workload) -> None:
     print_line("listed by hash, slices of 4,096 entries", f"{slices(timings)}   {listed:.1f} B a block more")
 
 
+def measure_full(options: argparse.Namespace) -> None:
+    """New chains where the index is full, so that as many blocks go as come."""
+    work = Workload(options.blocks, options.fleet, fresh_chains=0)
+    for chain in range(work.chains):
+        work.store(chain, work.sources[chain % options.fleet])
+    assert work.index.stats().evicted == 0
+    fresh = [work.event(work.chains + n, work.sources[n % options.fleet]) for n in range(FRESH_CHAINS)]
+    print_line("store 256 new blocks in a full index", time_calls(work.store_event, fresh))
+    rows = work.index.match_tokens(work.context, fresh[-1][2], None, 0)
+    assert [row.tiers[0] for row in rows] == [CHAIN_BLOCKS], "the newest is there"
+    stats = work.index.stats()
+    assert stats.prefixes <= work.blocks, stats
+    assert stats.evicted >= FRESH_CHAINS * CHAIN_BLOCKS, stats
+
+
 def slices(timings: list[Timing]) -> str:
     """Of single calls."""
     median_us = sorted(timing.median_us for timing in timings)[len(timings) // 2]
@@ -222,6 +237,7 @@ def main() -> None:
     measure_changes(work)
     measure_clear(work, options.pods, order)
     measure_listing(work)
+    measure_full(options)
     print(f"index: {work.index.stats()}")
 
 

@@ -442,7 +442,7 @@ std::vector<uint32_t> halves_of(const nb::bytes& buffer) {
 }
 
 // An IdTable alone: tests choose keys that no blocks are known for. A record's number is its place in `keys`.
-template <bool kDealNarrow>
+template <uint32_t kFillMax, bool kDealNarrow>
 struct LoneIds {
   struct KeyOf {
     const std::vector<uint64_t>* keys;
@@ -450,14 +450,14 @@ struct LoneIds {
     void prefetch(BlockId id) const { __builtin_prefetch(&(*keys)[id]); }
   };
   std::vector<uint64_t> keys;
-  IdTable<KeyOf, kFillDense, kDealNarrow> table{KeyOf{&keys}};
+  IdTable<KeyOf, kFillMax, kDealNarrow> table{KeyOf{&keys}};
   LoneIds() = default;
   LoneIds(const LoneIds&) = delete;
 };
 
-template <bool kDealNarrow>
+template <uint32_t kFillMax, bool kDealNarrow>
 void bind_id_table(nb::module_& m, const char* name) {
-  using Ids = LoneIds<kDealNarrow>;
+  using Ids = LoneIds<kFillMax, kDealNarrow>;
   nb::class_<Ids>(m, name)
       .def(nb::init<>())
       .def("reserve", [](Ids& self, size_t entries) { self.table.reserve(entries); })
@@ -986,8 +986,10 @@ void bind_wire(nb::module_& m) {
 
 NB_MODULE(_native, m) {
   m.doc() = "Native core of the KV prefix-cache indexer; see app/_native.pyi.";
-  bind_id_table<false>(m, "IdTable");
-  bind_id_table<true>(m, "NarrowIdTable");
+  bind_id_table<kFillDense, false>(m, "IdTable");
+  bind_id_table<kFillDense, true>(m, "NarrowIdTable");
+  bind_id_table<kFillLoose, false>(m, "LooseIdTable");
+  bind_id_table<kFillLoose, true>(m, "LooseNarrowIdTable");
   bind_fuzzy(m);
   bind_flight(m);
   bind_index(m);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <unordered_map>
@@ -91,6 +92,13 @@ struct Eviction {  // of what was seen longest ago, under way
   BlockId at = kNoBlock;
   Tick up_to = 0;   // entries not seen since go ...
   size_t left = 0;  // ... until so many are gone
+};
+
+struct Victims {  // of an eviction: what goes in one go
+  static constexpr size_t kMax = 64;
+  std::array<BlockId, kMax> ids;
+  size_t count = 0;
+  size_t alive = 0;  // of these, that are not of a dropped context
 };
 
 struct LocalSource {

@@ -42,7 +42,7 @@ class HashChain {
       joined_.insert(joined_.end(), extra.begin(), extra.end());
       hash_ = xxh64(joined_.data(), joined_.size(), hash_);
     }
-    for (size_t line = 0; line < block_bytes_; line += 64) __builtin_prefetch(tokens_ + kPrefetchBytes + line);
+    prefetch();
     tokens_ += block_bytes_;
     ++block_;
     return hash_;
@@ -50,8 +50,16 @@ class HashChain {
 
  private:
   static constexpr size_t kUsualBytes = 64;  // of a block: 16 tokens
+  static constexpr size_t kLineBytes = 64;
   // The tokens come in order, but the hardware's own prefetch ends with each page of them.
   static constexpr size_t kPrefetchBytes = 1024;
+
+  // As far ahead as that, be it behind the last token: an address that is never read is no pointer.
+  void prefetch() const {
+    const uintptr_t ahead = reinterpret_cast<uintptr_t>(tokens_) + kPrefetchBytes;
+    for (size_t line = 0; line < block_bytes_; line += kLineBytes)
+      __builtin_prefetch(reinterpret_cast<const void*>(ahead + line));
+  }
 
   uint64_t hash_;
   const uint8_t* tokens_;

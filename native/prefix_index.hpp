@@ -5,7 +5,7 @@
 //   records      block_pool.hpp: prefix hash, holders, last seen and one name             28 bytes an entry
 //   listed       id_table.hpp, one a context: prefix hash -> record, of those that do not follow the record
 //                before them                                                               about 8 bytes
-//   names        id_table.hpp: engine hash -> records that carry it                        about 8 bytes
+//   names        id_table.hpp: engine hash -> records that carry it                        about 10 bytes
 //   other names  other_names.hpp: engine hash -> record, set of slots that name it so, where the record
 //                carries another engine's name already                                   about 28 bytes
 //   copies       one: (engine hash, slot) -> copies beyond the first                       nearly empty
@@ -371,7 +371,7 @@ class PrefixIndex {
   void store_block(const Storing& by, Frame& frame);
   bool store_name(const Storing& by, uint32_t slot, uint64_t key, uint64_t prefix, BlockId parent,
                   BlockId& id, bool counts);
-  void see(const Storing& by, Frame& frame, size_t block, BlockId id);
+  void see(const Storing& by, Frame& frame, size_t block, BlockId id, BlockRecord& record);
   void tell(const Storing& by, Frame& frame, size_t block, BlockRecord& record);
 
   // prefix_index_remove.cpp
@@ -507,8 +507,10 @@ class PrefixIndex {
   void make_room(Context& context);
   size_t evict(Eviction& eviction, Context* only);
   BlockId some_record(const Context* only);
-  void choose_victims(Eviction& eviction, const Context* only);
+  void choose_age(Eviction& eviction, const Context* only);
+  void find_victims(Eviction& eviction, const Context* only, Victims& victims);
   void bury(BlockId id);
+  void prefetch_leavers(BlockId id) const;
   void sweep_stage(Tick now, size_t visits_max, Swept& swept);
   size_t sweep_records(Tick now, size_t visits_max, Swept& swept);
   template <class Slice>

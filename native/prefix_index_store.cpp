@@ -180,8 +180,7 @@ void PrefixIndex::release_waiters(Context& context, const Frame& parent, size_t 
 }
 
 // What is done for every block that is stored, however it came into its record.
-inline void PrefixIndex::see(const Storing& by, Frame& frame, size_t block, BlockId id) {
-  BlockRecord& record = pool_[id];
+inline void PrefixIndex::see(const Storing& by, Frame& frame, size_t block, BlockId id, BlockRecord& record) {
   record.last_seen = by.now;
   frame.before = id;
   if (by.told || marks_ != 0) tell(by, frame, block, record);
@@ -253,7 +252,7 @@ void PrefixIndex::store_known(const Storing& by, Frame& frame) {
       slot.digest += mix64(prefix);
       frame.restating = false;
     }
-    see(by, frame, block, id);
+    see(by, frame, block, id, record);
   }
 }
 
@@ -290,7 +289,7 @@ void PrefixIndex::store_renamed(const Storing& by, Frame& frame) {
       }
       frame.restating = false;
     }
-    see(by, frame, block, id);
+    see(by, frame, block, id, record);
   }
   sets_.release(alone);
 }
@@ -309,8 +308,6 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
   Slot& slot = context.slots[*frame.slot];
   const size_t begin = frame.next;
   const size_t end = frame.engine_hashes.size();
-  for (size_t block = begin; block < end; block += 64 / sizeof(uint64_t))
-    __builtin_prefetch(&frame.engine_hashes[block]);
   // What stands behind this block then stands behind a new one, and follows nothing.
   if (context.behind(sets_, frame.before, prefix_at(frame, begin)) != kNoBlock) return;
   const SetId alone = sets_.with(kEmptySet, context.id, *frame.slot);
@@ -346,15 +343,16 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
     const BlockId id = pool_.add();
     const bool follows = may_follow(frame.before, id);
     const bool is_listed = !follows || lists_all_;
-    pool_[id] = {.prefix = prefix,
-                 .name = at.key,
-                 .holders = alone,
-                 .is_listed = is_listed,
-                 .owners = alone,
-                 .follows = follows,
-                 .last_seen = by.now,
-                 .is_plain = false,
-                 .has_namesake = false};
+    BlockRecord& record = pool_[id];
+    record = {.prefix = prefix,
+              .name = at.key,
+              .holders = alone,
+              .is_listed = is_listed,
+              .owners = alone,
+              .follows = follows,
+              .last_seen = by.now,
+              .is_plain = false,
+              .has_namesake = false};
     ++context.records;
     if (is_listed) context.listed.insert(in_prefixes, id);
     names_.insert(in_names, id);
@@ -362,7 +360,7 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
     ++slot.blocks;
     slot.digest += mix64(prefix);
     frame.restating = false;
-    see(by, frame, block, id);
+    see(by, frame, block, id, record);
   }
   sets_.release(alone, references - static_cast<uint32_t>(2 * (frame.next - begin)));
 }
@@ -385,7 +383,7 @@ void PrefixIndex::store_block(const Storing& by, Frame& frame) {
     touch(key);
     copies_.set(key, context.id, *frame.slot, frame.copies[block] - 1);
   }
-  see(by, frame, block, id);
+  see(by, frame, block, id, pool_[id]);
 }
 
 // The slot names the prefix by `key`, once more when that counts; `parent` and `id` are the records of the

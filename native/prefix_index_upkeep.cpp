@@ -8,7 +8,6 @@ namespace kvindexer {
 namespace {
 
 constexpr size_t kSample = 1024;       // entries whose age is looked at to find the oldest sixteenth
-constexpr size_t kEvictionsMax = 64;   // in one go
 constexpr size_t kEvictRun = 32;       // records in a row that are looked at for one that may go
 constexpr size_t kEvictJumpsMax = 64;  // in vain, until the age is chosen anew
 constexpr size_t kTries = 8;           // to meet a record of the context by chance
@@ -51,39 +50,45 @@ void PrefixIndex::make_room(Context& context) {
 // what comes next finds neighbouring numbers free. Exact up to kSample entries. Returns how many were
 // evicted: records of a dropped context make room too.
 size_t PrefixIndex::evict(Eviction& eviction, Context* only) {
-  size_t evicted = 0;
-  size_t gone = 0;
-  size_t jumps = 0;
-  while (gone == 0) {
-    if (eviction.left == 0 || jumps++ == kEvictJumpsMax) {
-      choose_victims(eviction, only);
+  Victims victims;
+  for (size_t jumps = 0; victims.count == 0; ++jumps) {
+    if (eviction.left == 0 || jumps == kEvictJumpsMax) {
+      choose_age(eviction, only);
       jumps = 0;
     }
-    for (size_t looked_at = 0; looked_at < kEvictRun && gone < kEvictionsMax && eviction.left != 0;
-         ++looked_at) {
-      const BlockId id = eviction.at;
-      const BlockRecord* const record = pool_.peek(id);
-      if (record == nullptr) break;
-      ++eviction.at;
-      if (record->holders == kEmptySet) continue;
-      const uint32_t number = sets_.context(record->holders);
-      if (only != nullptr && number != only->id) continue;
-      Context* const context = only != nullptr ? only : find_context(number);
-      if (context == nullptr) {
-        bury(id);
-      } else if (record->last_seen > eviction.up_to) {
-        continue;
-      } else {
-        forget(*context, id);
-        --eviction.left;
-        ++evicted;
-      }
-      ++gone;
-      looked_at = 0;
-    }
-    if (gone == 0) eviction.at = some_record(only);
+    find_victims(eviction, only, victims);
+    if (victims.count == 0) eviction.at = some_record(only);
   }
-  return evicted;
+  // The last goes first, as it may follow the one before it.
+  while (victims.count != 0) {
+    const BlockId id = victims.ids[--victims.count];
+    if (Context* const context = find_context(sets_.context(pool_[id].holders)); context != nullptr)
+      forget(*context, id);
+    else
+      bury(id);
+  }
+  eviction.left -= victims.alive;
+  return victims.alive;
+}
+
+// Up to Victims::kMax of the next records that may go, and those of dropped contexts; none where kEvictRun in
+// a row may not. The lines of their names are fetched.
+void PrefixIndex::find_victims(Eviction& eviction, const Context* only, Victims& victims) {
+  for (size_t spared = 0; spared < kEvictRun && victims.count < Victims::kMax; ++spared) {
+    if (victims.alive == eviction.left) break;
+    const BlockRecord* const record = pool_.peek(eviction.at);
+    if (record == nullptr) break;
+    const BlockId id = eviction.at++;
+    if (record->holders == kEmptySet) continue;
+    const uint32_t number = sets_.context(record->holders);
+    if (only != nullptr && number != only->id) continue;
+    const bool is_alive = only != nullptr || find_context(number) != nullptr;
+    if (is_alive && record->last_seen > eviction.up_to) continue;
+    victims.ids[victims.count++] = id;
+    victims.alive += is_alive ? 1 : 0;
+    if (record->owners != kEmptySet) names_.prefetch(record->name);
+    spared = 0;
+  }
 }
 
 // Any record of the context, or of all, each as likely as the others: all numbers are tried, as most are of a
@@ -105,7 +110,7 @@ BlockId PrefixIndex::some_record(const Context* only) {
   return id;
 }
 
-void PrefixIndex::choose_victims(Eviction& eviction, const Context* only) {
+void PrefixIndex::choose_age(Eviction& eviction, const Context* only) {
   std::vector<std::pair<Tick, BlockId>> seen;
   const auto see = [&](BlockId id) { seen.emplace_back(Tick{pool_[id].last_seen}, id); };
   const size_t records = only == nullptr ? pool_.size() : only->records;
@@ -242,7 +247,17 @@ size_t PrefixIndex::sweep_records(Tick now, size_t visits_max, Swept& swept) {
     if (!lists_all_ && record.follows && record.is_listed)
       if (Context* const context = find_context(sets_.context(record.holders))) unlist(*context, id);
     clean_record(id, now, swept);
+    if (id % kAhead == 0) prefetch_leavers(id);
   });
+}
+
+// Where a record went those before it mostly go too, and their names lie anywhere: the lines of the kAhead
+// behind the next ones are fetched at once.
+void PrefixIndex::prefetch_leavers(BlockId id) const {
+  if (const BlockRecord* const gone = pool_.peek(id); gone != nullptr && gone->holders != kEmptySet) return;
+  for (BlockId ahead = id - kAhead; ahead > id - 2 * kAhead; --ahead)
+    if (const BlockRecord* const next = pool_.peek(ahead); next != nullptr && next->owners != kEmptySet)
+      names_.prefetch(next->name);
 }
 
 void PrefixIndex::clean_record(BlockId id, Tick now, Swept& swept) {

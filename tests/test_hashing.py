@@ -7,7 +7,7 @@ import struct
 import msgspec
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from app.errors import InvalidInput
@@ -24,6 +24,11 @@ token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
     tokens=token_lists,
     salt=st.none() | st.text(max_size=4),
 )
+# Blocks of 16 tokens are hashed by code of their own.
+@example(model="m", lora=None, block_size=16, tokens=list(range(50)), salt=None)
+@example(model="m", lora=None, block_size=16, tokens=list(range(50)), salt="s")
+@example(model="m", lora=None, block_size=17, tokens=list(range(50)), salt=None)
+@example(model="m", lora=None, block_size=32, tokens=list(range(70)), salt=None)
 def test_as_described(
     model: str, lora: str | None, block_size: int, tokens: list[int], salt: str | None
 ) -> None:

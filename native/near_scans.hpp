@@ -107,7 +107,7 @@ inline void scan_records_portable(const RecordScan& scan, std::vector<Candidate>
 
 #define KVINDEXER_TARGET_POPCNT [[gnu::target("popcnt")]]
 #define KVINDEXER_TARGET_AVX2 [[gnu::target("avx2"), gnu::always_inline]]
-#define KVINDEXER_TARGET_AVX512 [[gnu::target("avx512f,avx512vpopcntdq,popcnt")]]
+#define KVINDEXER_TARGET_AVX512 [[gnu::target("avx512f,avx512vpopcntdq")]]
 
 KVINDEXER_TARGET_POPCNT inline void scan_words_popcnt(const WordScan& scan, std::vector<Candidate>& out) {
   scan_words(scan, out);
@@ -539,8 +539,8 @@ inline void find_alike_portable(const SomeSimHashes& from, const Patterns& patte
     out.count[which] = count;
   }
 }
-KVINDEXER_TARGET_AVX512 inline void find_alike_avx512(const SomeSimHashes& from, const Patterns& patterns,
-                                                      Alike& out) {
+[[gnu::target("avx512f,popcnt")]] inline void find_alike_avx512(const SomeSimHashes& from,
+                                                                const Patterns& patterns, Alike& out) {
   uint32_t count[2] = {out.count[0], out.count[1]};
   for (uint32_t first = 0; first < from.count; first += 8) {
     const __m512i simhashes = _mm512_load_si512(from.nodes[first / 8]);

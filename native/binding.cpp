@@ -491,17 +491,21 @@ void bind_id_table(nb::module_& m, const char* name) {
       .def("bytes", [](const Ids& self) { return self.table.bytes(); });
 }
 
+const NearScans& scans_of(size_t number) {
+  return native_scans()[std::min(number, native_scans().size() - 1)];
+}
+
 // A NearTable alone: tests choose SimHashes that no tokens are known for.
 struct LoneTable {
   NearTable table;
   uint64_t inserted = 0;
-  explicit LoneTable(unsigned bits) : table(bits) {}
+  LoneTable(unsigned bits, size_t scans) : table(bits, scans_of(scans)) {}
   LoneTable(const LoneTable&) = delete;
 };
 
 void bind_near_table(nb::module_& m) {
   nb::class_<LoneTable>(m, "NearTable")
-      .def(nb::init<unsigned>(), "bits"_a)
+      .def(nb::init<unsigned, size_t>(), "bits"_a, "scans"_a = 0)
       .def("insert",
            [](LoneTable& self, const nb::bytes& simhashes) {
              for (const uint64_t simhash : words_of(simhashes)) {
@@ -522,11 +526,11 @@ void bind_near_table(nb::module_& m) {
           "search",
           [](const LoneTable& self, const nb::bytes& queries, unsigned distance_max, size_t scans) {
             std::vector<uint32_t> rows;
-            self.table.search(
-                words_of(queries), distance_max, native_scans()[std::min(scans, native_scans().size() - 1)],
-                [&](uint32_t query, unsigned distance, const Record& record) {
-                  rows.insert(rows.end(), {query, distance, static_cast<uint32_t>(record.prefix - 1)});
-                });
+            self.table.search(words_of(queries), distance_max, scans_of(scans),
+                              [&](uint32_t query, unsigned distance, const Record& record) {
+                                rows.insert(rows.end(),
+                                            {query, distance, static_cast<uint32_t>(record.prefix - 1)});
+                              });
             return bytes_of_values(rows);
           },
           "queries"_a, "distance_max"_a, "scans"_a = 0);

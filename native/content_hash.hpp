@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "content_hash8.hpp"
 #include "simhash.hpp"
-#include "simhash8.hpp"
 #include "xxh64.hpp"
 
 namespace kvindexer {
@@ -21,13 +21,12 @@ inline void content_hashes(const uint8_t* tokens, size_t blocks, size_t block_si
                            Content* out) {
   const size_t block_bytes = block_size * 4;
   size_t i = 0;
-#ifdef KVINDEXER_SIMHASH8
-  if (block_size == 16 && shingle == 1 && has_simhash8())
+#ifdef KVINDEXER_CONTENT_HASH8
+  if (block_size == 16 && shingle == 1 && has_content_hash8())
     for (; i + 8 <= blocks; i += 8) {
-      uint64_t simhashes[8];
-      simhash8(tokens + i * block_bytes, simhashes);
-      for (size_t j = 0; j < 8; ++j)
-        out[i + j] = {simhashes[j], xxh64(tokens + (i + j) * block_bytes, block_bytes, 0)};
+      uint64_t simhashes[8], hashes[8];
+      content_hash8(tokens + i * block_bytes, simhashes, hashes);
+      for (size_t j = 0; j < 8; ++j) out[i + j] = {simhashes[j], hashes[j]};
     }
 #endif
   for (; i < blocks; ++i) {

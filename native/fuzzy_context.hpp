@@ -51,7 +51,7 @@ namespace kvindexer {
 class FuzzyContext {
  public:
   FuzzyContext(size_t block_size, size_t shingle, const NearScans& scans)
-      : block_size_(block_size), shingle_(shingle), scans_(&scans), table_(NearTable::kBitsMin) {}
+      : block_size_(block_size), shingle_(shingle), scans_(&scans), table_(NearTable::kBitsMin, scans) {}
 
   size_t block_size() const { return block_size_; }
   size_t shingle() const { return shingle_; }
@@ -245,7 +245,7 @@ inline bool FuzzyContext::rouse() {
   if (table_.size() == 0 && table_.bits() == NearTable::kBitsMin && splits >= 4 * table_.buckets()) {
     // A new table need not go through all sizes: the last two doublings touch its pages, in slices.
     const auto bits = static_cast<unsigned>(std::bit_width(table_.buckets() + splits)) - 2;
-    table_ = NearTable(std::min(bits, NearTable::kBitsMax));
+    table_ = NearTable(std::min(bits, NearTable::kBitsMax), *scans_);
     splits = splits_for(records);
   }
   if (splits != 0 && table_.size() < table_.buckets()) {  // now they are cheap, there is little to be moved

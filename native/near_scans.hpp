@@ -498,15 +498,17 @@ struct SomeSimHashes {
   const uint64_t* nodes[kNodes];
   uint32_t count;  // of the records in them, from the front
 };
+// What has each of the patterns, until it is taken out. A few at a time are not worth the branches.
 struct Alike {
-  uint64_t simhashes[2][8 * SomeSimHashes::kNodes];
+  static constexpr uint32_t kTaken = 96;  // of one pattern, and then there may be no room for four nodes more
+  uint64_t simhashes[2][kTaken + 8 * SomeSimHashes::kNodes];
   uint32_t count[2];
 };
 using FindAlike = void (*)(const SomeSimHashes& from, const Patterns& patterns, Alike& out);
 
 inline void find_alike_portable(const SomeSimHashes& from, const Patterns& patterns, Alike& out) {
   for (unsigned which = 0; which < 2; ++which) {
-    uint32_t count = 0;
+    uint32_t count = out.count[which];
     for (uint32_t i = 0; i < from.count; ++i) {
       const uint64_t simhash = from.nodes[i / 8][i % 8];
       out.simhashes[which][count] = simhash;
@@ -529,7 +531,7 @@ inline void find_alike_portable(const SomeSimHashes& from, const Patterns& patte
       lanes |= static_cast<uint32_t>(_mm256_movemask_pd(_mm256_castsi256_pd(alike))) << first;
     }
     lanes &= static_cast<uint32_t>((uint64_t{1} << from.count) - 1);
-    uint32_t count = 0;
+    uint32_t count = out.count[which];
     for (; lanes != 0; lanes &= lanes - 1) {
       const uint32_t lane = static_cast<uint32_t>(std::countr_zero(lanes));
       out.simhashes[which][count++] = from.nodes[lane / 8][lane % 8];
@@ -537,28 +539,40 @@ inline void find_alike_portable(const SomeSimHashes& from, const Patterns& patte
     out.count[which] = count;
   }
 }
-#endif
-inline FindAlike native_find_alike() {
-#ifdef KVINDEXER_NEAR_X86
-  if (__builtin_cpu_supports("avx2")) return find_alike_avx2;
-#endif
-  return find_alike_portable;
+[[gnu::target("avx512f,popcnt")]] inline void find_alike_avx512(const SomeSimHashes& from,
+                                                                const Patterns& patterns, Alike& out) {
+  uint32_t count[2] = {out.count[0], out.count[1]};
+  for (uint32_t first = 0; first < from.count; first += 8) {
+    const __m512i simhashes = _mm512_load_si512(from.nodes[first / 8]);
+    const uint32_t left = from.count - first;
+    const auto used = static_cast<__mmask8>(left < 8 ? (1u << left) - 1 : 0xFF);
+    for (unsigned which = 0; which < 2; ++which) {
+      const __m512i mask = _mm512_set1_epi64(static_cast<long long>(patterns.mask[which]));
+      const __m512i pattern = _mm512_set1_epi64(static_cast<long long>(patterns.pattern[which]));
+      const __mmask8 alike = _mm512_mask_cmpeq_epi64_mask(used, _mm512_and_si512(simhashes, mask), pattern);
+      _mm512_storeu_si512(out.simhashes[which] + count[which], _mm512_maskz_compress_epi64(alike, simhashes));
+      count[which] += static_cast<uint32_t>(std::popcount(static_cast<unsigned>(alike)));
+    }
+  }
+  std::copy_n(count, 2, out.count);
 }
+#endif
 
 struct NearScans {
   void (*words)(const WordScan&, std::vector<Candidate>&);
   void (*records)(const RecordScan&, std::vector<Candidate>&);
+  FindAlike find_alike;
 };
 
 // All that this machine runs, the fastest first.
 inline std::span<const NearScans> native_scans() {
   static constexpr NearScans kScans[] = {
 #ifdef KVINDEXER_NEAR_X86
-      {scan_words_avx512, scan_records_avx512},
-      {scan_words_avx2, scan_records_avx2},
-      {scan_words_popcnt, scan_records_popcnt},
+      {scan_words_avx512, scan_records_avx512, find_alike_avx512},
+      {scan_words_avx2, scan_records_avx2, find_alike_avx2},
+      {scan_words_popcnt, scan_records_popcnt, find_alike_portable},
 #endif
-      {scan_words_portable, scan_records_portable},
+      {scan_words_portable, scan_records_portable, find_alike_portable},
   };
   size_t first = 0;
 #ifdef KVINDEXER_NEAR_X86

@@ -82,7 +82,7 @@ class NearSearch {
   void plan() {
     for (size_t i = 0; i < keys_.size(); ++i) {
       keys_[i] = NearTable::chunk(table_, queries_[i], bits_);
-      if (table_ != 0) words_[i] = NearTable::word_of(table_, queries_[i], bits_);
+      if (table_ != 0) words_[i] = NearTable::word_of(table_, queries_[i], layout_of(bits_));
     }
     const unsigned shown_bits = table_ == 0 ? 0 : bits_ - layout_of(bits_).own_from;
     plan_ =

@@ -75,9 +75,10 @@ class NearTable {
   static constexpr unsigned kBitsMin = 6;
   static constexpr unsigned kBitsMax = 20;
 
-  explicit NearTable(unsigned bits) : bits_(bits) {
+  NearTable(unsigned bits, const NearScans& scans) : bits_(bits), find_alike_(scans.find_alike) {
     assert(bits >= kBitsMin && bits <= kBitsMax && "a chunk has 21 bits, a region 64 buckets");
     levels_[0].resize(bits);
+    layouts_ = {layout_of(bits), layout_of(bits + 1)};
   }
 
   // Buckets from `frontier` on are addressed by so many leading bits, those before it by one more.
@@ -106,11 +107,14 @@ class NearTable {
   };
   [[gnu::always_inline]] Spot spot_of(uint64_t simhash) const {
     Spot spot;
-    spot.bucket = &at(bucket_of(simhash));
-    for (unsigned table = 1; table < 3; ++table) {
-      const uint32_t bucket = bucket_at(table, simhash);
-      spot.heads[table - 1] = &head(table, bucket);
-      spot.words[table - 1] = word_of(table, simhash, bits_of(bucket));
+    for (unsigned table = 0; table < 3; ++table) {
+      const auto [level, index] = address_at(table, simhash);
+      if (table == 0) {
+        spot.bucket = levels_[level].buckets() + index;
+        continue;
+      }
+      spot.heads[table - 1] = levels_[level].words(table) + index;
+      spot.words[table - 1] = word_of(table, simhash, layouts_[level]);
     }
     return spot;
   }
@@ -144,13 +148,12 @@ class NearTable {
     for (const WordHead* head : spot.heads) prefetch_head(head);
   }
   [[gnu::always_inline]] void prefetch_tail(const Spot& spot) const {
-    const uint32_t last = spot.bucket->size / 8;
-    if (last < Bucket::kInline && spot.bucket->size % 8 != 0) {
-      const RecordNode node = node_of(*spot.bucket, spot.bucket->size);
-      __builtin_prefetch(node.simhash, 1);
-      __builtin_prefetch(node.content, 1);
-      __builtin_prefetch(node.prefix, 1);
-    }
+    // The wrong node where the next one is new or not named here: seldom, and a branch would cost more.
+    const uint32_t last = std::min(spot.bucket->size / 8, Bucket::kInline - 1);
+    const RecordNode node = const_cast<RecordPool&>(records_).at(spot.bucket->nodes[last]);
+    __builtin_prefetch(node.simhash, 1);
+    __builtin_prefetch(node.content, 1);
+    __builtin_prefetch(node.prefix, 1);
     __builtin_prefetch(&words_.at(spot.heads[0]->next_number));
   }
   [[gnu::always_inline]] void prefetch_words(const Spot& spot) const {  // behind the first
@@ -164,14 +167,13 @@ class NearTable {
   // of A.
   bool may_contain(const Spot& spot) const {
     const WordHead& head = *spot.heads[0];
-    const auto has_word = [&spot](const auto& words) {  // words that are there no more may count
-      uint32_t equal = 0;
-      for (const uint32_t word : words) equal |= word == spot.words[0] ? 1 : 0;
-      return equal != 0;
-    };
-    if (has_word(head.words)) return true;
-    for (uint32_t number = head.next_number; number != 0; number = words_.at(number).next_number)
-      if (has_word(words_.at(number).words)) return true;
+    // Node 0 stands where there is no other: whether there is one nobody could foretell.
+    const WordNode* node = &words_.at(head.next_number);
+    if (has_word(head, *node, spot.words[0])) return true;
+    while (node->next_number != 0) {
+      node = &words_.at(node->next_number);
+      if (has_word(head, *node, spot.words[0])) return true;
+    }
     return false;
   }
   std::optional<RecordPlace> find(uint64_t simhash, uint64_t content) const;
@@ -235,9 +237,8 @@ class NearTable {
   static uint32_t chunk(unsigned table, uint64_t simhash, unsigned bits) {
     return bits == 0 ? 0 : static_cast<uint32_t>((simhash << (21 * table)) >> (64 - bits));
   }
-  // The word of a record with this SimHash in a bucket of so many bits of table 1 or 2.
-  static uint32_t word_of(unsigned table, uint64_t simhash, unsigned bits) {
-    const WordLayout& layout = layout_of(bits);
+  // The word of a record with this SimHash in table 1 or 2.
+  static uint32_t word_of(unsigned table, uint64_t simhash, const WordLayout& layout) {
     const uint32_t own = chunk(table, simhash, layout.chunk_a) & ((1u << layout.own()) - 1);
     return chunk(0, simhash, layout.chunk_a) << (32 - layout.chunk_a) | own << layout.third() |
            chunk(3 - table, simhash, layout.third());
@@ -249,9 +250,18 @@ class NearTable {
     return radii;
   }
 
-  uint32_t bucket_at(unsigned table, uint64_t simhash) const {
+  struct Address {
+    uint32_t level, index;
+  };
+  // Without a branch: which level it is nobody could foretell.
+  [[gnu::always_inline]] Address address_at(unsigned table, uint64_t simhash) const {
     const uint32_t fine = chunk(table, simhash, bits_ + 1);
-    return fine / 2 < frontier_ ? 2u << bits_ | fine : 1u << bits_ | fine / 2;
+    const uint32_t level = fine / 2 < frontier_ ? 1 : 0;
+    return {level, fine >> (1 - level)};
+  }
+  uint32_t bucket_at(unsigned table, uint64_t simhash) const {
+    const Address address = address_at(table, simhash);
+    return 1u << (bits_ + address.level) | address.index;
   }
   // The bucket of table A that a word of a bucket of so many bits leads to.
   uint32_t bucket_of_word(uint32_t word) const {
@@ -270,6 +280,18 @@ class NearTable {
     return const_cast<RecordPool&>(records_).at(node_number(bucket, slot / 8, words_));
   }
 
+  // Whether some word there is this one; words that are there no more may count, and what else lies there.
+  [[gnu::always_inline]] static bool has_word(const WordHead& head, const WordNode& node, uint32_t word) {
+    using Words [[gnu::vector_size(16), gnu::may_alias]] = uint32_t;
+    using Halves [[gnu::vector_size(16)]] = uint64_t;
+    const auto* const heads = reinterpret_cast<const Words*>(&head);
+    const auto* const nodes = reinterpret_cast<const Words*>(&node);
+    Words equal = {};
+    for (size_t i = 0; i < sizeof head / sizeof(Words); ++i) equal |= heads[i] == word;
+    for (size_t i = 0; i < sizeof node / sizeof(Words); ++i) equal |= nodes[i] == word;
+    const auto halves = reinterpret_cast<Halves>(equal);
+    return (halves[0] | halves[1]) != 0;
+  }
   void append(Bucket& bucket, const Record& record);
   void append_node(Bucket& bucket, uint32_t index);
   void drop_node(Bucket& bucket, uint32_t index);
@@ -290,10 +312,10 @@ class NearTable {
   void raise();
 
   // Whether the splits of this doubling take words that were collected.
-  bool makes_words() const { return layout_of(bits_).own_from != layout_of(bits_ + 1).own_from; }
+  bool makes_words() const { return layouts_[0].own_from != layouts_[1].own_from; }
   bool is_collected(unsigned table, uint64_t simhash) const {
     const uint32_t bucket = chunk(table, simhash, bits_);
-    return bucket < collected_end_ && bucket >= frontier_ && chunk(0, simhash, bits_) < collected_;
+    return (bucket < collected_end_) & (bucket >= frontier_) & (chunk(0, simhash, bits_) < collected_);
   }
   WordHead& half_of(unsigned table, uint64_t simhash) const {
     return levels_[1].words(table)[chunk(table, simhash, bits_ + 1)];
@@ -301,6 +323,7 @@ class NearTable {
   uint32_t buckets_collected() const { return (1u << bits_) / pieces(); }
   void collect(size_t buckets);
   void collect_from(std::span<const Bucket> buckets);
+  void add_collected(unsigned table, Alike& alike);
 
   unsigned first_table(uint64_t simhash, uint64_t difference, const Radii& radii) const {
     for (unsigned table = 0; table < 3; ++table)
@@ -310,8 +333,10 @@ class NearTable {
   }
 
   unsigned bits_;
+  FindAlike find_alike_;
   uint32_t frontier_ = 0;
   std::array<Level, 2> levels_;  // of `bits_` bits, and of one more
+  std::array<WordLayout, 2> layouts_;
   RecordPool records_;
   WordPool words_;
   size_t size_ = 0;
@@ -320,7 +345,7 @@ class NearTable {
   // before bucket `collected_` of table A.
   uint32_t collected_end_ = 0;
   uint32_t collected_ = 0;
-  std::vector<uint32_t> taken_words_, sorted_words_;  // of a split
+  std::vector<uint32_t> taken_words_, sorted_words_[2];  // of a split
 };
 
 inline size_t NearTable::bytes() const {
@@ -355,7 +380,7 @@ inline void NearTable::insert(const Record& record, const Spot& spot) {
   if (__builtin_expect(collected_end_ != 0, 0))
     for (unsigned table = 1; table < 3; ++table)
       if (is_collected(table, record.simhash))
-        add_word(half_of(table, record.simhash), word_of(table, record.simhash, bits_ + 1));
+        add_word(half_of(table, record.simhash), word_of(table, record.simhash, layouts_[1]));
 }
 
 inline void NearTable::append(Bucket& bucket, const Record& record) {
@@ -374,8 +399,9 @@ inline void NearTable::erase(RecordPlace place) {
   const uint64_t simhash = node.simhash[place.slot & 7];
   for (unsigned table = 1; table < 3; ++table) {
     const uint32_t of_word = bucket_at(table, simhash);
-    erase_word(head(table, of_word), word_of(table, simhash, bits_of(of_word)));
-    if (is_collected(table, simhash)) erase_word(half_of(table, simhash), word_of(table, simhash, bits_ + 1));
+    erase_word(head(table, of_word), word_of(table, simhash, layouts_[of_word >> (bits_ + 1)]));
+    if (is_collected(table, simhash))
+      erase_word(half_of(table, simhash), word_of(table, simhash, layouts_[1]));
   }
   const RecordNode from = node_of(bucket, last);
   node.simhash[place.slot & 7] = from.simhash[last & 7];
@@ -546,6 +572,7 @@ inline void NearTable::raise() {
   pages_discarded_ = 0;
   frontier_ = collected_end_ = collected_ = 0;
   ++bits_;
+  layouts_ = {layout_of(bits_), layout_of(bits_ + 1)};
 }
 
 inline void NearTable::split_records() {
@@ -594,16 +621,17 @@ inline void NearTable::split_words(unsigned table) {
   const WordLayout& layout = layout_of(bits_);
   const unsigned shift = layout.third() + (layout.chunk_a - 1 - bits_);  // of the bit behind the bucket's own
   WordHead* const halves = levels_[1].words(table) + 2 * size_t{frontier_};
-  sorted_words_.resize(taken_words_.size());
-  size_t zeros = 0, ones = taken_words_.size();  // from the front, and from the back
+  for (std::vector<uint32_t>& words : sorted_words_) words.resize(taken_words_.size());
+  // Every word goes to both, and counts in one: a branch would be wrong half the time.
+  size_t zeros = 0, ones = 0;
   for (const uint32_t word : taken_words_) {
-    const bool one = (word >> shift & 1) != 0;
-    sorted_words_[one ? ones - 1 : zeros] = word;
-    ones -= one ? 1 : 0;
-    zeros += one ? 0 : 1;
+    sorted_words_[0][zeros] = sorted_words_[1][ones] = word;
+    const uint32_t one = word >> shift & 1;
+    ones += one;
+    zeros += 1 - one;
   }
-  fill(halves[0], std::span(sorted_words_).first(zeros));
-  fill(halves[1], std::span(sorted_words_).subspan(zeros));
+  fill(halves[0], std::span(sorted_words_[0]).first(zeros));
+  fill(halves[1], std::span(sorted_words_[1]).first(ones));
 }
 
 // Puts words into an empty bucket.
@@ -636,8 +664,9 @@ inline void NearTable::collect(size_t buckets) {
 
 inline void NearTable::collect_from(std::span<const Bucket> buckets) {
   constexpr size_t kAhead = 10;
-  const FindAlike find_alike = native_find_alike();
   Patterns of_piece;
+  Alike alike;
+  alike.count[0] = alike.count[1] = 0;
   for (unsigned table = 1; table < 3; ++table) {
     const auto leading = [&](uint64_t bucket) { return bucket << (64 - 21 * table - bits_); };
     of_piece.mask[table - 1] = leading((1u << bits_) - buckets_collected());
@@ -652,15 +681,20 @@ inline void NearTable::collect_from(std::span<const Bucket> buckets) {
       some.count = std::min<uint32_t>(8 * SomeSimHashes::kNodes, bucket.size - first);
       for (uint32_t slot = 0; slot < some.count; slot += 8)
         some.nodes[slot / 8] = records_.simhashes(node_number(bucket, (first + slot) / 8, words_));
-      Alike alike;
-      find_alike(some, of_piece, alike);
+      find_alike_(some, of_piece, alike);
       for (unsigned table = 1; table < 3; ++table)
-        for (uint32_t j = 0; j < alike.count[table - 1]; ++j) {
-          const uint64_t simhash = alike.simhashes[table - 1][j];
-          add_word(half_of(table, simhash), word_of(table, simhash, bits_ + 1));
-        }
+        if (alike.count[table - 1] >= Alike::kTaken) add_collected(table, alike);
     }
   }
+  for (unsigned table = 1; table < 3; ++table) add_collected(table, alike);
+}
+
+inline void NearTable::add_collected(unsigned table, Alike& alike) {
+  const std::span<const uint64_t> simhashes(alike.simhashes[table - 1],
+                                            std::exchange(alike.count[table - 1], 0));
+  for (const uint64_t simhash : simhashes) prefetch_head(&half_of(table, simhash));
+  for (const uint64_t simhash : simhashes)
+    add_word(half_of(table, simhash), word_of(table, simhash, layouts_[1]));
 }
 
 }  // namespace kvindexer

@@ -111,10 +111,11 @@ def split_up_to(table: _native.NearTable, frontier: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("bits", [10, 13, 16])
-def test_words_made_anew_follow_what_comes_and_goes(bits: int) -> None:
+@pytest.mark.parametrize("scans", SCANS)
+def test_words_made_anew_follow_what_comes_and_goes(bits: int, scans: int) -> None:
     """Few splits at a time, so that most of the growth finds a piece of the words collected in part."""
     chance = random.Random(bits)
-    table = _native.NearTable(bits)
+    table = _native.NearTable(bits, scans)
     queries = [chance.getrandbits(64) for _ in range(3)]
     stored = adversaries(queries[:1], bits, chance) + [queries[1]] * 40
     gone = (1 << 64) - 1

@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from app.events import BlockStored, EventBatch
 from app.pods import PodSpec, SourceState
 from app.replication.applier import NOT_HELD, Fenced
+from app.replication.entries import partition_of
 from app.replication.log_writer import FeedWriter
-from tests.replication.replicas import Fleet, Lone, Member
+from tests.replication.replicas import PARTITIONS, Fleet, Lone, Member
 from tests.replication.test_same_picture import SIZE, answers, picture, tokens, uint64s
 from tests.replication.test_silence import DEADLINE_S, appended, batch, fleet_of, post, same_everywhere, state
 
@@ -167,6 +169,67 @@ def test_a_pod_that_begins_anew_owes_nothing_to_its_lease_before(
             say(after, 0)
             await fleet.settle()
             exact(fleet, alone(fleet, 0, spec=spec))
+
+    asyncio.run(play())
+
+
+def test_names_that_come_and_go_leave_nothing_behind_and_their_leases_stay_over() -> None:
+    async def play() -> None:
+        async with Fleet(2, ttl_s=0) as fleet:
+            writer = fleet.members[0].writer
+            names = [f"pod-{number}" for number in range(40)]
+            for number, name in enumerate(names):
+                calls: list[Awaitable[Any]] = [
+                    writer.register(dataclasses.replace(SPEC, name=name)),
+                    writer.take_lease(name, EPOCH + number),
+                ]
+                calls += [writer.post(f"{name}-http", batch(0), model="m", dp_rank=0, seq=0, lora=None)]
+                calls += [writer.drop_pod(name), writer.drop_pod(f"{name}-http")]
+                # Its holder has not read that it is gone.
+                calls += [writer.take_lease(name, EPOCH + number + 1)]
+                results = await fleet.results(calls)
+                assert not any(isinstance(result, Exception) for result in results), results
+            for member in fleet.members:
+                state = member.applier.state
+                assert not state.epochs
+                assert not state.heard
+                assert len(state.floors) <= PARTITIONS
+            for number, name in enumerate(names):
+                calls = [
+                    writer.register(dataclasses.replace(SPEC, name=name)),
+                    writer.take_lease(name, EPOCH + number),
+                ]
+                _, outcome = await fleet.results(calls)
+                assert isinstance(outcome, Fenced), (name, outcome)
+            calls = [writer.take_lease(name, EPOCH + len(names)) for name in names]
+            assert await fleet.results(calls) == [None] * len(names), (
+                "whoever asks Redis now has one that counts"
+            )
+
+    asyncio.run(play())
+
+
+def test_no_lease_counts_that_is_older_than_one_of_a_pod_that_is_gone() -> None:
+    async def play() -> None:
+        async with Fleet(2, ttl_s=0) as fleet:
+            writer = fleet.members[0].writer
+            here = partition_of(POD, PARTITIONS)
+            other = next(name for name in map(str, range(99)) if partition_of(name, PARTITIONS) == here)
+
+            async def outcomes(*calls: Awaitable[Any]) -> list[Any]:
+                return await fleet.results(calls)
+
+            both = [writer.register(dataclasses.replace(SPEC, name=name)) for name in (POD, other)]
+            await outcomes(*both, writer.take_lease(POD, EPOCH + 5), writer.take_lease(other, EPOCH))
+            assert await outcomes(writer.drop_pod(POD), writer.drop_pod(other)) == [None, None]
+            await register(fleet)
+            (outcome,) = await outcomes(writer.take_lease(POD, EPOCH + 5))
+            assert isinstance(outcome, Fenced), "also behind one that had an older lease"
+            assert await outcomes(writer.drop_pod(POD), writer.take_lease(POD, EPOCH + 9)) == [None, None]
+            await register(fleet)
+            (outcome,) = await outcomes(writer.take_lease(POD, EPOCH + 8))
+            assert isinstance(outcome, Fenced), "also behind one that was taken while the pod was not there"
+            assert await outcomes(writer.take_lease(POD, EPOCH + 9)) == [None]
 
     asyncio.run(play())
 

@@ -1,0 +1,92 @@
+"""What events do beyond their own blocks: to the sizes of tiers, to whom blocks are for, to the trust in a source."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+
+from app.config import Settings
+from app.events import BlockStored, Event, EventBatch, PrefixesStored, Tier
+from app.fuzzy_queries import fuzzy_index
+from app.index.prefix_index import PrefixIndex
+from app.pods import Source
+from app.service import BatchResult, IndexerService, index_limits
+
+SIZE = 16
+
+
+def service(**settings: Any) -> IndexerService:
+    made = Settings(**settings)
+    contents = fuzzy_index(made)
+    index = PrefixIndex(index_limits(made), contents)
+    return IndexerService(made, index, clock=lambda: 1_000.0, contents=contents)
+
+
+def uint64s(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}Q", *values)
+
+
+def stored(name: int, size: int = SIZE, tier: Tier = Tier.GPU) -> BlockStored:
+    return BlockStored(
+        block_hashes=uint64s(name),
+        parent_block_hash=None,
+        token_ids=struct.pack(f"<{size}I", *[name] * size),
+        block_size=size,
+        tier=tier,
+    )
+
+
+def post(to: IndexerService, *events: Event) -> BatchResult:
+    batch = EventBatch(events=events, positions=tuple(range(len(events))))
+    return to.post("a", batch, model="m", dp_rank=0, seq=None, lora=None)
+
+
+def source(of: IndexerService) -> Source:
+    return of.pods["a"].sources[0]
+
+
+def test_a_tier_that_learns_a_larger_chunk_forgets_its_smaller_ones_and_no_other_tiers() -> None:
+    told = service()
+    post(told, stored(1), stored(2, 32, Tier.CPU), stored(3, 32, Tier.DISK))
+    assert told.blocks_by_tier("a", 0) == {"gpu": 1, "cpu": 1, "disk": 1, "external": 0}
+    post(told, stored(4, 64, Tier.CPU))
+    assert told.blocks_by_tier("a", 0) == {"gpu": 1, "cpu": 1, "disk": 1, "external": 0}
+    assert source(told).chunk_sizes == {Tier.CPU: 64, Tier.DISK: 32}
+
+
+def test_a_chunk_as_large_as_a_block_is_forgotten_on_its_tier_only() -> None:
+    """Its context is that of the GPU's blocks."""
+    told = service()
+    post(told, stored(1), stored(2, SIZE, Tier.CPU))
+    post(told, stored(3, 4 * SIZE, Tier.CPU))
+    assert told.blocks_by_tier("a", 0) == {"gpu": 1, "cpu": 1, "disk": 0, "external": 0}
+
+
+def prefixes(*names: int, tier: Tier = Tier.GPU, **more: Any) -> PrefixesStored:
+    return PrefixesStored(
+        block_hashes=uint64s(*names), prefix_hashes=uint64s(*names), block_size=SIZE, tier=tier, **more
+    )
+
+
+def test_a_dump_of_another_tier_tells_that_the_source_offloads() -> None:
+    """A clear of the GPU's cache cannot make such a picture whole again."""
+    told = service()
+    post(told, prefixes(1, 2))
+    assert not source(told).offloads
+    post(told, prefixes(3, tier=Tier.DISK))
+    assert source(told).offloads
+
+
+def test_owners_of_a_dump_past_the_bound_are_left_out_and_counted_and_their_blocks_are_not() -> None:
+    told = service(fuzzy=True, owners_max=1)
+    said = [
+        {"owner": "one", "blocks": [1, 9]},
+        {"owner": "two", "blocks": [2]},
+        {"owner": "three", "blocks": [7]},
+    ]
+    result = post(told, prefixes(1, 2, owners=msgspec.json.encode(said)))
+    assert result.stored_blocks == 2
+    assert [(info.owner, info.blocks) for info in told.owners.all()] == [("one", 1)]
+    assert told.owners.counters() == {"refused": 1}, "of the third nothing is here"

@@ -294,6 +294,20 @@ def test_a_first_batch_that_said_nothing_usable_and_comes_again_is_no_restart(be
     assert (bench.depth(), bench.service.pod("a").sources[0].restarts) == (1, 0)
 
 
+def test_a_number_0_without_an_event_tells_nothing_of_the_engine_that_sent_it(bench: Bench) -> None:
+    """A dump ends so, and an engine may begin so each time: were it taken for the batch from before, all that follows
+    it would pass for seen."""
+
+    def first() -> BatchResult:
+        return bench.service.post("a", batch(), model="m", dp_rank=0, seq=0, lora=None, digest=7)
+
+    first()
+    bench.post(stored(0, 2), seq=1)
+    assert not first().duplicate
+    assert (bench.depth(), bench.service.pod("a").sources[0].restarts) == (0, 1)
+    assert bench.post(stored(0), seq=1).stored_blocks == 1
+
+
 def test_gap_degrades_until_the_engine_clears(bench: Bench) -> None:
     bench.post(stored(0), seq=0)
     bench.post(stored(1), seq=3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from app.ingest.actions import Deliver, Report
 from app.ingest.sequence import SequenceLimits
 from app.pods import SourceState
@@ -191,8 +193,9 @@ def test_a_silent_replay_socket_is_given_up_and_healed_when_it_answers() -> None
     assert bench.is_trusted()
 
 
-def test_healing_is_not_tried_when_the_first_batches_are_gone() -> None:
-    bench = connected(engine=SimulatedEngine(buffer_batches=3))
+@pytest.mark.parametrize("gone", [1, 3])
+def test_healing_is_not_tried_when_the_first_batches_are_gone(gone: int) -> None:
+    bench = connected(engine=SimulatedEngine(buffer_batches=6 - gone))
     bench.publish(1, lost=True)
     bench.publish(1)
     while not bench.lost:

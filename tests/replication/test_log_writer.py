@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -33,18 +33,18 @@ def test_what_finds_no_room_is_not_under_way() -> None:
     """Else the source passed for one that changes for ever, and its batches would go unchecked into the log."""
 
     async def play() -> None:
-        this = member(outbox_bytes_max=8)
+        this = member(outbox_bytes_max=2)
         this.service.register(PodSpec(POD, "m"))
         writer = this.writer
-        calls: list[Awaitable[Any]] = [
-            writer.post(POD, batch(0), model="m", dp_rank=0, seq=0, lora=None),
-            writer.register(PodSpec(POD, "m", lora="tuned")),
-            writer.drop_pod(POD),
-            writer.remove_blocks(POD, model=None, lora=None, dp_rank=None, tier=None),
+        calls: list[Callable[[], Awaitable[Any]]] = [
+            lambda: writer.post(POD, batch(0), model="m", dp_rank=0, seq=0, lora=None),
+            lambda: writer.register(PodSpec(POD, "m", lora="tuned")),
+            lambda: writer.drop_pod(POD),
+            lambda: writer.remove_blocks(POD, model=None, lora=None, dp_rank=None, tier=None),
         ]
         for call in calls:
             with pytest.raises(Overloaded):
-                await call
+                await call()
             nothing_is_under_way(this)
         assert this.outbox.counts["outbox_refused"] == len(calls)
 

@@ -6,8 +6,10 @@ import struct
 from typing import Any
 
 import msgspec
+import pytest
 
 from app.config import Settings
+from app.errors import LimitExceeded
 from app.events import BlockStored, Event, EventBatch, PrefixesStored, Tier
 from app.fuzzy_queries import fuzzy_index
 from app.index.prefix_index import PrefixIndex
@@ -38,9 +40,9 @@ def stored(name: int, size: int = SIZE, tier: Tier = Tier.GPU) -> BlockStored:
     )
 
 
-def post(to: IndexerService, *events: Event) -> BatchResult:
+def post(to: IndexerService, *events: Event, pod: str = "a", owner: str | None = None) -> BatchResult:
     batch = EventBatch(events=events, positions=tuple(range(len(events))))
-    return to.post("a", batch, model="m", dp_rank=0, seq=None, lora=None)
+    return to.post(pod, batch, model="m", dp_rank=0, seq=None, lora=None, owner=owner)
 
 
 def source(of: IndexerService) -> Source:
@@ -62,6 +64,15 @@ def test_a_chunk_as_large_as_a_block_is_forgotten_on_its_tier_only() -> None:
     post(told, stored(1), stored(2, SIZE, Tier.CPU))
     post(told, stored(3, 4 * SIZE, Tier.CPU))
     assert told.blocks_by_tier("a", 0) == {"gpu": 1, "cpu": 1, "disk": 0, "external": 0}
+
+
+def test_a_restarted_engine_may_have_smaller_chunks() -> None:
+    told = service()
+    post(told, stored(1), stored(2, 4 * SIZE, Tier.CPU))
+    told.reset_source("a", 0, restarted=True)
+    result = post(told, stored(1), stored(3, 2 * SIZE, Tier.CPU))
+    assert (result.stored_blocks, result.ignored) == (2, 0)
+    assert source(told).chunk_sizes == {Tier.CPU: 2 * SIZE}
 
 
 def prefixes(*names: int, tier: Tier = Tier.GPU, **more: Any) -> PrefixesStored:
@@ -90,3 +101,11 @@ def test_owners_of_a_dump_past_the_bound_are_left_out_and_counted_and_their_bloc
     assert result.stored_blocks == 2
     assert [(info.owner, info.blocks) for info in told.owners.all()] == [("one", 1)]
     assert told.owners.counters() == {"refused": 1}, "of the third nothing is here"
+
+
+def test_a_batch_that_is_refused_for_its_owner_leaves_no_pod_behind() -> None:
+    told = service(fuzzy=True, owners_max=1)
+    post(told, stored(1), owner="one")
+    with pytest.raises(LimitExceeded):
+        post(told, stored(1), pod="b", owner="two")
+    assert told.pods.keys() == {"a"}

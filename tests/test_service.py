@@ -552,6 +552,16 @@ def test_silent_source_holds_nothing_past_its_deadline(bench: Bench) -> None:
     assert (bench.depth("a"), bench.state("a")) == (1, SourceState.DEGRADED)
 
 
+def test_who_speaks_again_does_not_shield_who_fell_silent(bench: Bench) -> None:
+    bench.post(stored(0), pod="a")
+    bench.post(stored(0), pod="b")
+    bench.clock.seconds += 30
+    bench.post(stored(1), pod="a")
+    bench.clock.seconds += 30
+    bench.service.tick()
+    assert (bench.state("a"), bench.state("b")) == (SourceState.LIVE, SourceState.DOWN)
+
+
 def test_silent_source_comes_back_by_a_stream_too(bench: Bench) -> None:
     bench.post(stored(0, 2))
     bench.clock.seconds += 61

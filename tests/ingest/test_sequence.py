@@ -415,6 +415,7 @@ def test_live_batches_that_lag_behind_the_replay_are_no_restart() -> None:
     for frame in frames[5:]:
         bench.live(*frame)
     assert bench.resets == []
+    assert bench.counters.duplicates == len(frames[5:])
     bench.publish(1)
     assert bench.delivered == bench.engine.batches
 

@@ -308,6 +308,20 @@ def test_a_number_0_without_an_event_tells_nothing_of_the_engine_that_sent_it(be
     assert bench.post(stored(0), seq=1).stored_blocks == 1
 
 
+def test_what_was_number_0_before_a_reset_is_no_proof_behind_it(bench: Bench) -> None:
+    def first() -> BatchResult:
+        return bench.service.post("a", batch(stored(0)), model="m", dp_rank=0, seq=0, lora=None, digest=7)
+
+    first()
+    bench.service.reset_source("a", 0, restarted=False)
+    bench.post(stored(0, 2), seq=5)
+    assert first().stored_blocks == 1, (
+        "it begins like an engine long ago, and is another than the one of number 5"
+    )
+    assert (bench.depth(), bench.service.pod("a").sources[0].restarts) == (1, 1)
+    assert first().duplicate
+
+
 def test_gap_degrades_until_the_engine_clears(bench: Bench) -> None:
     bench.post(stored(0), seq=0)
     bench.post(stored(1), seq=3)

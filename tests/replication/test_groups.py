@@ -17,10 +17,10 @@ NOTHING = encode_entry(OwnerCleared(owner="nobody"))  # which is refused: that i
 
 def lone_applier() -> Applier:
     lone = Lone(Settings(), Clock())
-    return Applier(lone.service, "this", 1, settle=_nobody_waits)
+    return Applier(lone.service, "this", 1, settle=nobody_waits)
 
 
-def _nobody_waits(partition: int, number: int, outcomes: Sequence[object]) -> None:
+def nobody_waits(partition: int, number: int, outcomes: Sequence[object]) -> None:
     """Settle, for groups of other replicas."""
 
 

@@ -18,13 +18,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from app.errors import UNDECODABLE, InvalidSettings, LogAway
 
@@ -33,6 +34,10 @@ BLOCK_S = 1.0  # how long a read waits for something new
 GROUPS_PER_READ = 64
 CANDIDATES_S = 30
 _FIELD = b"g"
+_URL_ADVICE = (
+    "it begins with redis://, rediss:// or unix://, its port is a number up to 65535, its options are the client's, "
+    "and what is special in a user or a password is written as %XX ('/' as %2F)"
+)
 
 # KEYS the terms; ARGV those that are in force, "" for none, and those that shall be.
 _SUCCEED = """
@@ -208,16 +213,21 @@ def _client(url: str, *, cluster: bool, timeout_s: float) -> Any:
         "client_name": "kvindexer",
     }
     try:
+        if _is_cut_short(urlsplit(url)):
+            raise ValueError
         if cluster:
             return RedisCluster.from_url(url, **options)
         return Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
-    except ValueError as error:
-        raise InvalidSettings(f"KVINDEXER_REDIS_URL cannot be used: {_plain(error, url)}") from None
+    except (ValueError, RedisClusterException):
+        # Not what the fault says: where a password has a slash in it, its beginning is quoted as a bad port.
+        raise InvalidSettings(f"KVINDEXER_REDIS_URL cannot be used: {_URL_ADVICE}") from None
 
 
-def _plain(error: Exception, url: str) -> str:
-    """What a fault says, without the URL."""
-    return str(error).replace(url, "the URL")
+def _is_cut_short(url: SplitResult) -> bool:
+    """What should be the host comes behind what passes for its end: the port would be a part of the password, and told
+    whenever it cannot be connected to."""
+    behind = url.fragment + url.query.partition("=")[0]
+    return "@" in (behind if url.scheme == "unix" else url.path + behind)
 
 
 @contextlib.asynccontextmanager

@@ -14,7 +14,7 @@ from app.events import BlockStored, Event, EventBatch, PrefixesStored, Tier
 from app.fuzzy_queries import fuzzy_index
 from app.index.prefix_index import PrefixIndex
 from app.pods import Source
-from app.service import BatchResult, IndexerService, index_limits
+from app.service import BatchResult, IndexerService, MatchQuery, index_limits
 
 SIZE = 16
 
@@ -109,3 +109,22 @@ def test_a_batch_that_is_refused_for_its_owner_leaves_no_pod_behind() -> None:
     with pytest.raises(LimitExceeded):
         post(told, stored(1), pod="b", owner="two")
     assert told.pods.keys() == {"a"}
+
+
+def test_an_answer_about_some_pods_goes_the_way_that_has_hints_where_one_of_these_has_any() -> None:
+    told = service()
+    metadata = msgspec.json.encode({"agent": "planner"})
+    post(told, msgspec.structs.replace(stored(1), metadata=metadata))
+    post(told, stored(1), pod="b")
+
+    def has_hints(*pods: str) -> bool:
+        asked = struct.pack(f"<{SIZE}I", *[1] * SIZE)
+        query = MatchQuery(model="m", token_ids=asked, pods=frozenset(pods) if pods else None)
+        rows = told.match(query).matches
+        assert (told.match_json(query) is None) == any(row.hints for row in rows)
+        return any(row.hints for row in rows)
+
+    assert has_hints()
+    assert has_hints("a")
+    assert has_hints("a", "b")
+    assert not has_hints("b")

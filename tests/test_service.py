@@ -800,6 +800,15 @@ def test_announcement_needs_a_possible_time_and_the_pods_model(make: MakeBench) 
     with pytest.raises(InvalidInput):
         bench.service.add_speculative("a", 0, "n", None, uint64s(1), 1.0, None)
     assert bench.service.add_speculative("a", 0, "m", None, uint64s(1), 0.001, None) == 1
+    assert bench.service.add_speculative("a", 0, "m", None, uint64s(2), 5.0, None) == 1
+
+
+def test_rows_with_fewer_blocks_than_asked_for_are_left_out(bench: Bench) -> None:
+    for blocks, pod in enumerate(("a", "b", "c"), 1):
+        bench.post(stored(0, blocks), pod=pod)
+    assert [row.pod for row in bench.match(min_blocks=2).matches] == ["c", "b"]
+    assert [row.pod for row in bench.match(min_blocks=2, top_k=1).matches] == ["c"]
+    assert bench.match(min_blocks=4).matches == ()
 
 
 # -- figures

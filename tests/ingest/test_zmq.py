@@ -476,6 +476,24 @@ def test_a_silent_replay_socket_degrades_and_heals(publishers: Callable[..., Pub
     asyncio.run(run())
 
 
+def test_a_removed_pod_gives_back_what_was_held_for_it(publishers: Callable[..., Publisher]) -> None:
+    """All sources share these bytes: what a pod that is gone kept of them nobody else could hold."""
+    publisher = publishers()
+    publisher.publish(1)
+    publisher.faults.serve_replays = False
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(publisher))
+            await at.until_state(SourceState.CATCHING_UP)
+            publisher.publish(3)
+            await at.until(lambda: at.ingest.gauges()["held_bytes"] > 0, "they wait for the replay")
+            at.ingest.pod_removed("pod")
+            await at.until(lambda: at.ingest.gauges()["held_bytes"] == 0, "nobody waits for it any more")
+
+    asyncio.run(run())
+
+
 def test_what_cannot_be_read_degrades_until_a_clear(publishers: Callable[..., Publisher]) -> None:
     publisher = publishers()
 

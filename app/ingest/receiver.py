@@ -412,4 +412,5 @@ class Receiver:
     def _close_pod(self, pod: FollowedPod) -> None:
         now = time.monotonic()
         for subscription in self._subscriptions.pop(pod):
+            subscription.tracker.close()
             self._close(subscription, now)

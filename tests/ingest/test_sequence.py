@@ -320,6 +320,7 @@ def test_a_disconnect_past_the_deadline_resets_once() -> None:
     bench.wait(LIMITS.disconnect_deadline_s - 0.125)
     assert bench.resets == []
     bench.wait(0.125)
+    assert len(bench.resets) == 1
     bench.wait(LIMITS.disconnect_deadline_s)
     assert [reset.restarted for reset in bench.resets] == [False]
     assert bench.delivered == []

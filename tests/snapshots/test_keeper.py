@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from app.events import AllBlocksCleared, Tier
 from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
 from app.index.prefix_index import PrefixIndex
 from app.pods import PodSpec, SourceState
+from app.saved_state import SavedState
 from app.service import BatchResult, IndexerService, MatchQuery, index_limits
 from app.snapshots.file import FileStore, SnapshotReader
 from app.snapshots.keeper import SnapshotKeeper
@@ -192,6 +194,33 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     folder.mkdir()
     assert asyncio.run(bench.keeper.save()) is True
     assert bench.restarted(0).depths(1) == {"pod-a": 1}
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_what_changes_is_noted_for_a_snapshot_only_while_one_is_written(tmp_path: Path, works: bool) -> None:
+    """Else it would be noted for ever."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    bench = Bench(folder / "snapshot")
+    bench.post(0, 1, seq=0)
+    if not works:
+        bench.keeper = SnapshotKeeper(
+            bench.service,
+            bench.index,
+            FileStore(bench.path),
+            configured=frozenset(),
+            interval_s=3_600,
+            place=lambda _state: _refuse(),
+        )
+    with contextlib.nullcontext() if works else pytest.raises(SnapshotRefused):
+        asyncio.run(bench.keeper.save())
+    with pytest.raises(AssertionError, match="begins with start_export"):
+        bench.service.hints.export(1)
+    assert [path.name for path in folder.iterdir()] == (["snapshot"] if works else [])
+
+
+def _refuse() -> SavedState:
+    raise SnapshotRefused("made by the test")
 
 
 def test_the_last_snapshot_has_its_time(tmp_path: Path) -> None:

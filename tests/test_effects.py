@@ -111,6 +111,16 @@ def test_a_batch_that_is_refused_for_its_owner_leaves_no_pod_behind() -> None:
     assert told.pods.keys() == {"a"}
 
 
+def test_what_an_owner_claimed_is_gone_when_it_is_cleared() -> None:
+    """There is a bound on the claims of all: those of names that nobody knows any more would fill it."""
+    told = service(fuzzy=True)
+    post(told, stored(1), stored(2), owner="one")
+    assert told.stats()["index"]["claims"] == 2
+    assert [info.owner for info in told.owners.clear("one")] == ["one"]
+    told.tick()
+    assert told.stats()["index"]["claims"] == 0
+
+
 def test_an_answer_about_some_pods_goes_the_way_that_has_hints_where_one_of_these_has_any() -> None:
     told = service()
     metadata = msgspec.json.encode({"agent": "planner"})

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from app.events import BlockRemoved, BlockStored, EventBatch, Tier
-from tests.replication.replicas import Fleet, Lone
+from app.config import Settings
+from app.events import BlockRemoved, BlocksHashed, BlockStored, Event, EventBatch, Tier
+from app.replication.coder import Ticket
+from tests.replication.replicas import Clock, Fleet, ListLog, Lone, Member
 from tests.replication.test_same_picture import SIZE, answers, picture, tokens, uint64s
 
 PATH = (0, 1, 2, 0)
@@ -40,6 +42,27 @@ def test_blocks_go_without_their_tokens_again_behind_a_removal_everywhere() -> N
             assert (member.coder.raw_blocks, member.coder.hashed_blocks) == (1, 2)
 
     asyncio.run(play())
+
+
+def test_blocks_go_without_their_tokens_again_when_the_one_that_had_to_keep_them_has_landed() -> None:
+    """Also where something else is under way all the time, as of a busy source it is."""
+    member = Member("this", ListLog(), Settings(), Clock())
+    member.service.post(**call(0, stored(1)))
+
+    def under_way(batch: EventBatch) -> tuple[type[Event], Ticket]:
+        coded, ticket = member.coder.code("a", 0, batch)
+        return type(coded.events[0]), ticket
+
+    kind, unknown = under_way(stored(3, parent=77))
+    assert kind is BlockStored, "nobody knows its parent"
+    kind, root = under_way(stored(4))
+    assert kind is BlocksHashed
+    member.coder.land(unknown)
+    kind, child = under_way(stored(2, parent=1))
+    assert kind is BlocksHashed
+    for ticket in (root, child):
+        member.coder.land(ticket)
+    assert member.coder.sources == 0
 
 
 def test_what_a_larger_chunk_makes_forgotten_is_no_parent() -> None:

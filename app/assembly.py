@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -51,8 +52,17 @@ if TYPE_CHECKING:
     from app.replication.replica import Replica
 
 
+# Said without the setting that they are about, they would have no effect, and somebody believes that they have.
+_BESIDE = {
+    "redis_url": ("redis_cluster", "redis_namespace", "redis_partitions"),
+    "discovery_dns": ("discovery_dns_server",),
+    "discovery_kubernetes": ("discovery_kubernetes_namespace",),
+}
+
+
 def assembled(settings: Settings, clock: Callable[[], float]) -> Parts:
     """Raises InvalidSettings for what cannot be. `parts` is named before it is there, by what is asked later."""
+    _check_beside(settings)
     configured, file_specs = _configured_pods(settings)
     specs = [*configured, *file_specs]
     contents = fuzzy_index(settings)
@@ -107,6 +117,13 @@ def assembled(settings: Settings, clock: Callable[[], float]) -> Parts:
     return parts
 
 
+def _check_beside(settings: Settings) -> None:
+    for needed, names in _BESIDE.items():
+        for name in names if not getattr(settings, needed) else ():
+            if getattr(settings, name) != Settings.model_fields[name].default:
+                raise InvalidSettings(f"{name}: there is no {needed} beside it")
+
+
 def _figures(parts: Callable[[], Parts], clock: Callable[[], float]) -> Figures:
     return Figures(
         stats=lambda: parts().service.stats(),
@@ -152,6 +169,11 @@ def _snapshots(
         )
     if path.is_dir() or not path.parent.is_dir():
         raise InvalidSettings(f"snapshot_path={str(path)!r}: must be a file in a folder that is there")
+    try:  # now, and not when the first snapshot is due
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        detail = f"snapshot_path={str(path)!r}: nothing can be written in its folder: {error.strerror}"
+        raise InvalidSettings(detail) from error
     return SnapshotKeeper(
         service,
         index,

@@ -8,6 +8,7 @@ a stream whose order and completeness the caller vouches for: what it cannot use
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 
@@ -25,6 +26,8 @@ from app.owners import Owners
 from app.pods import PodSpec, Source, SourceState
 from app.registry import Registry
 from app.sifting import Sifted, sift
+
+logger = logging.getLogger(__name__)
 
 
 class BatchResult(msgspec.Struct, frozen=True):
@@ -301,9 +304,26 @@ class Batches:
     def _count_rejected(self, source: Source | None, rejected: tuple[RejectedEvent, ...]) -> None:
         if not rejected:
             return
+        news = next((event for event in rejected if event.reason not in self.rejected), None)
         self.rejected.update(event.reason for event in rejected)
-        if source is not None:
-            source.rejected += len(rejected)
+        if source is None:
+            return
+        before, source.rejected = source.rejected, source.rejected + len(rejected)
+        # Each reason once, and the 1st, 2nd, 4th, 8th ... of a source: nobody answers an engine, so the log says it.
+        if news is not None or before.bit_length() != source.rejected.bit_length():
+            self._log_rejected(source, news or rejected[0])
+
+    def _log_rejected(self, source: Source, event: RejectedEvent) -> None:
+        logger.warning(
+            "source %s rank %d: event %d of a batch is skipped (%s): %s; %d of this source in all",
+            source.pod,
+            source.dp_rank,
+            event.index,
+            event.reason,
+            event.detail,
+            source.rejected,
+            extra={"pod": source.pod, "dp_rank": source.dp_rank},
+        )
 
 
 def _is_of_gpu(event: Event) -> bool:

@@ -8,11 +8,13 @@ found in the worst hour.
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from app.api_keys import ApiKey, parse_setting
@@ -444,6 +446,16 @@ class Settings(BaseSettings):
             return tuple(pod.strip() for pod in value.split(";") if pod.strip())
         return value
 
+    @field_validator("*", mode="before")  # the last one is asked first
+    @classmethod
+    def _refuse_empty(cls, value: Any, info: ValidationInfo) -> Any:
+        """What a template or a secret left empty is no way to say "none": of keys it would open the port to everybody."""
+        none_is_meant_by = cls.model_fields[info.field_name or ""].default
+        is_empty = isinstance(value, str) and not value.strip()
+        if is_empty and (none_is_meant_by is None or info.field_name == "api_keys"):
+            raise ValueError("it is empty: leave it out where none is meant")
+        return value
+
 
 def _tokenizer_source(source: str) -> str:
     is_path = source.startswith((".", "/", "~"))
@@ -451,6 +463,8 @@ def _tokenizer_source(source: str) -> str:
 
 
 _WORKERS = "WEB_CONCURRENCY"
+_SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_[0-9]+_(TCP|UDP)")
+_LIKENESS_MIN = 0.7
 
 
 def variable(name: str) -> str:
@@ -464,7 +478,9 @@ def load_settings(**overrides: Any) -> Settings:
     for name in sorted(os.environ):
         if name.upper().startswith(PREFIX) and name.upper() not in known:
             value = redacted_value(name, os.environ[name])
-            raise InvalidSettings(f"{name}={value}: there is no setting of this name")
+            raise InvalidSettings(
+                f"{name}={value}: there is no setting of this name{_meant(name.upper(), known)}"
+            )
     workers = os.environ.get(_WORKERS, "").strip()
     if workers not in ("", "1"):
         # uvicorn and gunicorn take it for so many processes on one port, each with a picture of its own.
@@ -481,4 +497,14 @@ def load_settings(**overrides: Any) -> Settings:
 def _sentence(fault: Any, overrides: dict[str, Any]) -> str:
     place = str(fault["loc"][0]) if fault["loc"] else ""
     key = "--" + place.replace("_", "-") if place in overrides else variable(place)
-    return f"{key}={redacted_value(variable(place), fault['input'])}: {fault['msg']}"
+    detail = fault["msg"].removeprefix("Value error, ")
+    return f"{key}={redacted_value(variable(place), fault['input'])}: {detail}"
+
+
+def _meant(name: str, known: set[str]) -> str:
+    """What may be behind an unknown name, as the end of a sentence."""
+    if _SERVICE_LINK.search(name):
+        return "; Kubernetes makes it of a Service: set enableServiceLinks to false in the pod"
+    settings = [other.removeprefix(PREFIX) for other in known - CLIENT_VARIABLES]
+    near = difflib.get_close_matches(name.removeprefix(PREFIX), sorted(settings), n=1, cutoff=_LIKENESS_MIN)
+    return f"; is {PREFIX}{near[0]} meant?" if near else ""

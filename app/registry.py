@@ -39,9 +39,10 @@ REMEDIES = {
     SourceState.LIVE: "none needed",
     SourceState.CATCHING_UP: "none needed: a replay is under way",
     SourceState.DEGRADED: "matches may be short or stale until the engine resets its cache or restarts; "
-    "a replay endpoint lets gaps be filled",
+    "a replay endpoint that answers lets gaps be filled",
     SourceState.DOWN: "check that the engine runs and can be reached; past its deadline it holds nothing",
 }
+_REMEDY_WITHOUT_REPLAY = "none needed: its next batch tells; with a replay endpoint it would be known at once"
 
 
 class PodListener(Protocol):
@@ -245,6 +246,7 @@ class Registry:
         if source.state is SourceState.DEGRADED:
             cause = source.cause  # not that the stream goes on, but what was lost before
         self._tell_state(source, before, cause)
+        remedy = self._remedy(source)
         logger.log(
             logging.INFO if source.state in (SourceState.LIVE, SourceState.CATCHING_UP) else logging.WARNING,
             "source %s rank %d is %s (was %s): %s; remedy: %s",
@@ -253,17 +255,23 @@ class Registry:
             source.state,
             before,
             cause,
-            REMEDIES[source.state],
+            remedy,
             extra={
                 "pod": source.pod,
                 "dp_rank": source.dp_rank,
                 "from": before.value,
                 "to": source.state.value,
                 "cause": cause,
-                "remedy": REMEDIES[source.state],
+                "remedy": remedy,
                 "last_seq": source.last_seq,
             },
         )
+
+    def _remedy(self, source: Source) -> str:
+        pod = self.pods[source.pod].spec
+        if source.state is SourceState.CATCHING_UP and pod.replay_endpoint is None:
+            return _REMEDY_WITHOUT_REPLAY
+        return REMEDIES[source.state]
 
     def _tell_state(self, source: Source, before: SourceState, cause: str) -> None:
         """Those who read the live feed."""

@@ -60,6 +60,35 @@ def test_unknown_variable_stops(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     assert f"{name}='1'" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("KVINDEXER_TTL", "is KVINDEXER_TTL_S meant?"),
+        ("KVINDEXER_REDIS_URI", "is KVINDEXER_REDIS_URL meant?"),
+        ("kvindexer_log_fromat", "is KVINDEXER_LOG_FORMAT meant?"),
+        ("KVINDEXER_SERVICE_HOST", "set enableServiceLinks to false in the pod"),
+        ("KVINDEXER_PORT_8080_TCP_ADDR", "set enableServiceLinks to false in the pod"),
+        ("KVINDEXER_QQQQ", "there is no setting of this name"),
+    ],
+)
+def test_unknown_variable_says_what_may_be_meant(
+    monkeypatch: pytest.MonkeyPatch, name: str, meant: str
+) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(InvalidSettings) as caught:
+        load_settings()
+    assert str(caught.value).endswith(meant)
+
+
+@pytest.mark.parametrize("value", ["", " "])
+@pytest.mark.parametrize("name", ["redis_url", "snapshot_path", "tls_certificate", "replica_id", "api_keys"])
+def test_empty_is_not_none(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    """A secret that is empty by mistake must not start a lone process, or one that is open to everybody."""
+    monkeypatch.setenv(variable(name), value)
+    with pytest.raises(InvalidSettings, match=rf"{variable(name)}=.*: it is empty: leave it out"):
+        load_settings()
+
+
 def test_bad_option_is_named_as_an_option() -> None:
     with pytest.raises(InvalidSettings, match="--sweep-interval-s=0"):
         load_settings(sweep_interval_s=0)

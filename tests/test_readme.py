@@ -156,7 +156,8 @@ def test_client_snippet(port: int) -> None:
     [code] = blocks("A router in front of your pods", "python")
     defined: dict[str, Any] = {"my_own_choice": lambda: "nobody knows"}
     exec(code.replace("http://127.0.0.1:8080", f"http://127.0.0.1:{port}"), defined)
-    assert asyncio.run(defined["choose"]([1, 2, 3])) == "pod-a", "the only one that a load names"
+    httpx.put(f"http://127.0.0.1:{port}/v1/pods/pod-a", json={"model": "my-model"}).raise_for_status()
+    assert asyncio.run(defined["choose"]([1, 2, 3])) == "pod-a", "the only one that there is"
     nowhere: dict[str, Any] = {"my_own_choice": lambda: "nobody knows"}
     exec(code.replace("http://127.0.0.1:8080", f"http://127.0.0.1:{free_port()}"), nowhere)
     assert asyncio.run(nowhere["choose"]([1, 2, 3])) == "nobody knows"

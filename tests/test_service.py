@@ -370,6 +370,40 @@ def test_bad_event_does_not_lose_its_batch(bench: Bench) -> None:
     assert bench.depth() == 2
 
 
+def test_events_that_are_skipped_are_told_now_and_then(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine is not answered. Each reason once, and the 1st, 2nd, 4th, 8th ... of a source."""
+    bench.service.register(PodSpec(name="a", model="m", block_size=SIZE))
+    for seq in range(5):
+        bench.service.apply("a", 0, batch(stored(0), rejected=(BAD,)), seq=seq)
+    bench.service.apply("a", 0, batch(stored(0), stored(0, size=8)), seq=5)
+    told = [record for record in caplog.records if record.name == "app.batches"]
+    assert [record.getMessage() for record in told] == [
+        f"source a rank 0: event {BAD.index} of a batch is skipped (type): no such event; 1 of this source in all",
+        f"source a rank 0: event {BAD.index} of a batch is skipped (type): no such event; 2 of this source in all",
+        f"source a rank 0: event {BAD.index} of a batch is skipped (type): no such event; 4 of this source in all",
+        "source a rank 0: event 1 of a batch is skipped (block_size): "
+        "block_size 8 does not match 4, which was declared for this source or came first; 6 of this source in all",
+    ]
+    assert (vars(told[0])["pod"], vars(told[0])["dp_rank"]) == ("a", 0)
+
+
+@pytest.mark.parametrize(
+    ("replay_endpoint", "remedy"),
+    [("tcp://h:2", "none needed: a replay is under way"), (None, "none needed: its next batch tells")],
+)
+def test_nobody_is_told_of_a_replay_where_there_is_none(
+    bench: Bench, caplog: pytest.LogCaptureFixture, replay_endpoint: str | None, remedy: str
+) -> None:
+    caplog.set_level(logging.INFO, logger="app.registry")
+    bench.service.register(
+        PodSpec(name="a", model="m", zmq_endpoint="tcp://h:1", replay_endpoint=replay_endpoint)
+    )
+    bench.service.set_source_state("a", 0, SourceState.CATCHING_UP, cause="connected")
+    assert vars(caplog.records[-1])["remedy"].startswith(remedy)
+
+
 def _bad_at(index: int) -> RejectedEvent:
     return RejectedEvent(index=index, reason="type", detail="no such event")
 

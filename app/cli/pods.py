@@ -16,7 +16,7 @@ Name = Annotated[str, typer.Argument(help="The pod's name.", metavar="POD")]
 
 @group.command("list")
 def list_pods(url: Url = DEFAULT_URL, api_key: ApiKey = None, as_json: AsJson = False) -> None:
-    """Every registered pod, one line a rank.
+    """Every registered pod, one line a rank, and why those are not live that are not.
 
     Examples:
 
@@ -112,3 +112,7 @@ def _print_pods(pods: list[dict[str, Any]]) -> None:
         "zmq",
     )
     screen.print_table(columns, rows)
+    for pod in pods:
+        for rank in pod["ranks"]:
+            if rank["state"] != "live" and rank["cause"]:
+                typer.echo(f"{pod['pod']} rank {rank['dp_rank']} is {rank['state']}: {rank['cause']}")

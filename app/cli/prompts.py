@@ -59,8 +59,13 @@ def match(
     body = _prompt(model, tokens, tokens_file, text, lora, cache_salt, block_size, pod)
     with Connection(url, api_key) as indexer:
         answer = indexer.post("/v1/match", body)
+        served = None if answer["matches"] or as_json else _served(indexer)
     if as_json:
         return screen.print_json(answer)
+    if served is not None and model not in served:
+        typer.echo(
+            f"no pod serves {model!r}; they serve: {', '.join(sorted(served)) or 'nothing yet'}", err=True
+        )
     title = f"{answer['tokens']} tokens, {answer['blocks']} blocks of {answer['block_size']}"
     rows = [
         (
@@ -104,6 +109,9 @@ def route(
     reserve: Annotated[
         bool, typer.Option(help="Announce the prompt at the pod that is chosen, as a router does.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only look: the choice does not count as load of its pod.")
+    ] = False,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = None,
     as_json: AsJson = False,
@@ -119,6 +127,7 @@ def route(
     body = _prompt(model, tokens, tokens_file, text, lora, cache_salt, block_size, pod)
     body |= {} if policy is None else {"policy": policy}
     body |= {"reserve": True} if reserve else {}
+    body |= {"dry_run": True} if dry_run else {}
     with Connection(url, api_key) as indexer:
         answer = indexer.post("/v1/route", body)
     if as_json:
@@ -213,6 +222,11 @@ def hash_prompt(
         for index, value in enumerate(hashes)
     ]
     return screen.print_table(("#block", "tokens", "#prefix hash"), rows)
+
+
+def _served(indexer: Connection) -> set[str]:
+    """Models of the registered pods: a misspelt one is held nowhere, which is no fault to the indexer."""
+    return {pod["model"] for pod in indexer.get("/v1/pods")["pods"]}
 
 
 def _print_reusable(answer: dict[str, Any]) -> None:

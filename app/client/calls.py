@@ -3,7 +3,8 @@
 The blocking client and the asynchronous one differ in how they wait and in nothing else; what they must agree on is
 here, without a socket. A call has a budget of time for all of its attempts and the waits between them. Only what may
 go through later is tried again: a connection that fails, a response that is late, and the statuses 429, 500, 502,
-503 and 504. Any other 4xx is a fault of the request, says nothing about the indexer, and raises Refused.
+503 and 504. Any other 4xx is a fault of the request, says nothing about the indexer, and raises Refused; but where a
+router asks of pods that the indexer does not know, or not yet, the answer is an empty one.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from app.errors import UNDECODABLE, Refused, Unresponsive
 JSON = "application/json"
 MSGPACK = "application/msgpack"
 RETRIED = frozenset({429, 500, 502, 503, 504})
+# An indexer that has just begun knows no pod: no fault of the request, and a router that fails open goes on.
+_NOT_KNOWN_YET = frozenset({"urn:kvindexer:problem:no-candidate", "urn:kvindexer:problem:unknown-pod"})
 
 Answer = TypeVar("Answer")
 
@@ -126,7 +129,10 @@ def settle(call: Call[Answer], status: int, content: bytes, circuit: Circuit) ->
     """The answer that a response carries. Raises Refused, and Unresponsive for what is no answer at all."""
     if status >= 400:
         circuit.succeed()  # it answers, so it is there
-        raise Refused(status, _detail(content))
+        kind, detail = _problem(content)
+        if kind in _NOT_KNOWN_YET and call.without is not None:
+            return call.without(detail)
+        raise Refused(status, detail)
     try:
         answer = call.read(content)
     except UNDECODABLE as error:
@@ -147,12 +153,15 @@ def retry_after_s(response: httpx.Response) -> float:
     return float(said) if said.isascii() and said.isdigit() and len(said) < 7 else 0.0
 
 
-def _detail(content: bytes) -> str:
+def _problem(content: bytes) -> tuple[str, str]:
+    """(type, detail)"""
     try:
         problem = msgspec.json.decode(content)
     except UNDECODABLE:
-        return content[:500].decode(errors="replace")
-    return str(problem.get("detail", problem)) if isinstance(problem, dict) else str(problem)
+        return "", content[:500].decode(errors="replace")
+    if not isinstance(problem, dict):
+        return "", str(problem)
+    return str(problem.get("type", "")), str(problem.get("detail", problem))
 
 
 def _reader(kind: type[Answer]) -> Callable[[bytes], Answer]:

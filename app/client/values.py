@@ -1,8 +1,8 @@
 """What a client sends and gets, as plain values: the contract of docs/api.md, typed.
 
 Answers take no notice of fields that they do not know, so an indexer may be newer than its clients. `degraded` is set
-by the client itself: the indexer was not asked, or did not answer in time, and `cause` says why. Such an answer is
-empty, and a router goes on with whatever it does for a prompt that nobody has.
+by the client itself: the indexer was not asked, did not answer in time, or knows no such pod, and `cause` says why.
+Such an answer is empty, and a router goes on with whatever it does for a prompt that nobody has.
 """
 
 from __future__ import annotations

@@ -52,6 +52,10 @@ class DnsName:
             dns.name.from_text(self._host)
         except dns.exception.DNSException as error:
             raise InvalidInput(f"{self._host!r} is not a DNS name: {error}") from error
+        if any(letter in self._host for letter in ":/ "):  # a name to DNS, and one that nobody has
+            raise InvalidInput(
+                f"{self._host!r} is not a DNS name: a port is said behind it, as name,port=8000"
+            )
         if not self._host:
             raise InvalidInput(f"{text!r} does not begin with a DNS name")
         if self._is_srv and self._said.port is not None:

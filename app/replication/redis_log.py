@@ -34,10 +34,8 @@ BLOCK_S = 1.0  # how long a read waits for something new
 GROUPS_PER_READ = 64
 CANDIDATES_S = 30
 _FIELD = b"g"
-_URL_ADVICE = (
-    "it begins with redis://, rediss:// or unix://, its port is a number up to 65535, its options are the client's, "
-    "and what is special in a user or a password is written as %XX ('/' as %2F)"
-)
+_FAULTS = (RedisError, RedisClusterException, OSError, TimeoutError)  # a cluster's own is no RedisError
+_NO_PORT = "it has no host, or a port that is no number from 0 to 65535; in a password, / is written %2F, ? %3F, # %23 and @ %40"
 
 # KEYS the terms; ARGV those that are in force, "" for none, and those that shall be.
 _SUCCEED = """
@@ -72,7 +70,7 @@ class RedisLog:
         return self._writer
 
     async def close(self) -> None:
-        with contextlib.suppress(RedisError, OSError):
+        with contextlib.suppress(*_FAULTS):
             await self._writer.aclose()
             await self._reader.aclose()
 
@@ -218,9 +216,18 @@ def _client(url: str, *, cluster: bool, timeout_s: float) -> Any:
         if cluster:
             return RedisCluster.from_url(url, **options)
         return Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
-    except (ValueError, RedisClusterException):
-        # Not what the fault says: where a password has a slash in it, its beginning is quoted as a bad port.
-        raise InvalidSettings(f"KVINDEXER_REDIS_URL cannot be used: {_URL_ADVICE}") from None
+    except (ValueError, RedisClusterException) as error:
+        raise InvalidSettings(f"KVINDEXER_REDIS_URL cannot be used: {_fault(error, url)}") from None
+
+
+def _fault(error: Exception, url: str) -> str:
+    """Of a URL that cannot be, in a sentence that has nothing of it: what passes for its port may be of its password."""
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018
+    except ValueError:
+        return _NO_PORT
+    return _NO_PORT if _is_cut_short(parts) else _plain(error, url)
 
 
 def _is_cut_short(url: SplitResult) -> bool:
@@ -230,10 +237,15 @@ def _is_cut_short(url: SplitResult) -> bool:
     return "@" in (behind if url.scheme == "unix" else url.path + behind)
 
 
+def _plain(error: Exception, url: str) -> str:
+    """What a fault says, without the URL."""
+    return str(error).replace(url, "the URL") if "://" in url else str(error)
+
+
 @contextlib.asynccontextmanager
 async def _away_is_told() -> AsyncIterator[None]:
     try:
         yield
-    except (RedisError, OSError, TimeoutError) as error:
+    except _FAULTS as error:
         said = str(error) or type(error).__name__
         raise LogAway(f"Redis: {said}") from error

@@ -67,6 +67,22 @@ def test_match(url: str) -> None:
     assert "pod-a" in done(url, "match", "-m", "m", "-t", "1 2 3 4")
 
 
+def test_a_model_that_nobody_serves_is_told(url: str) -> None:
+    code, out, err = finished("match", "-m", "mm", "-t", TOKENS, KVINDEXER_URL=url)
+    assert (code, err) == (0, "no pod serves 'mm'; they serve: m\n")
+    assert "9 tokens" in out
+    assert document(url, "match", "-m", "mm", "-t", TOKENS)["matches"] == []  # a script reads one document
+    assert "no pod serves" not in done(url, "match", "-m", "m", "-t", "91,92,93,94")
+
+
+def test_pods_that_are_not_live_are_told_with_their_cause(url: str) -> None:
+    body = {"pod": "pod-b", "model": "m", "incomplete": True, "events": []}
+    assert httpx.post(f"{url}/v1/events", json=body).status_code == 200
+    listed = done(url, "pods", "list")
+    assert "pod-b rank 0 is degraded: its sender says that the picture is not whole" in listed
+    assert "pod-a rank 0 is" not in listed
+
+
 def test_prompt_of_a_file(url: str, tmp_path: Path) -> None:
     file = tmp_path / "prompt.json"
     file.write_text("[1, 2,\n 3, 4]\n")
@@ -157,6 +173,19 @@ def test_route(url: str) -> None:
     code, _, err = finished("route", "-m", "m", "-t", TOKENS, "--policy", "nonsense", KVINDEXER_URL=url)
     assert code == 1
     assert "policy" in err
+
+
+def test_a_route_that_only_looks_is_no_load(url: str) -> None:
+    """Who looks into a fleet at night must not move its traffic."""
+    done(url, "pods", "add", "asleep", "-m", "quiet")
+
+    def load() -> float:
+        answer = document(url, "route", "-m", "quiet", "-t", TOKENS, "--dry-run")
+        return float(answer["candidates"][0]["own_requests"])
+
+    assert (load(), load()) == (0.0, 0.0)
+    document(url, "route", "-m", "quiet", "-t", TOKENS)
+    assert load() > 0.0
 
 
 def test_stats(url: str) -> None:

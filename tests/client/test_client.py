@@ -125,10 +125,18 @@ def test_route(client: Driver) -> None:
     assert (only.pod, only.policy) == ("pod-c", "round_robin")
 
 
-def test_nobody_to_choose_from_is_refused(client: Driver) -> None:
-    with pytest.raises(Refused) as caught:
-        client.route(Prompt(model="m", token_ids=TOKENS))
-    assert 400 <= caught.value.status < 500
+def test_an_indexer_that_knows_no_pod_yet_stops_no_router(client: Driver) -> None:
+    """It has just begun, and its pods have not spoken: that is no fault of the request, and passes."""
+    for _ in range(10):
+        chosen = client.route(Prompt(model="m", token_ids=TOKENS))
+        assert (chosen.pod, chosen.degraded) == (None, True)
+        assert "serves model 'm'" in chosen.cause
+        told = client.prefixes(Prompt(model="m", token_ids=TOKENS), "pod-a")
+        assert (told.added, told.degraded) == (0, True)
+        assert "'pod-a'" in told.cause
+    assert client.client.circuit.state == "closed"
+    store(client)
+    assert client.route(Prompt(model="m", token_ids=TOKENS)).pod == "pod-a"
 
 
 def test_pods(client: Driver) -> None:

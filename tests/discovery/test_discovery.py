@@ -369,6 +369,8 @@ def test_the_end_comes_although_a_cancellation_is_lost() -> None:
     [
         ({"discovery_dns": "vllm;vllm,port=1"}, "dns:vllm is there 2 times"),
         ({"discovery_dns": "a..b"}, "is not a DNS name"),
+        ({"discovery_dns": "vllm.inference.svc:8000"}, "is not a DNS name: a port is said behind it"),
+        ({"discovery_dns": "http://vllm,port=8000"}, "is not a DNS name"),
         ({"discovery_dns": "a", "discovery_dns_server": "dns.test"}, "not the address of a DNS server"),
         ({"discovery_kubernetes": "a=b", "discovery_kubernetes_engines": "prot=1"}, "'prot' is none of"),
         ({"discovery_kubernetes_api_url": "kubernetes"}, "should match pattern"),

@@ -192,6 +192,31 @@ def test_replicas_on_every_kind_of_redis(variant: Variant) -> None:
         assert depths(one, 1, 2) == depths(other, 1, 2) == {f"pod-{number}": 2 for number in range(12)}
 
 
+def test_a_cluster_that_is_away_at_the_start_and_later(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    try:
+        for node in cluster.nodes:
+            node.stop()
+        with replicas(cluster.url, 1, KVINDEXER_REDIS_CLUSTER="true") as (one,):
+            for number in range(2):
+                wait_until(lambda: "Redis: " in stats(one)["replication"]["trouble"], "it says what is wrong")
+                for node in cluster.nodes:
+                    node.start()
+                wait_until(lambda: not stats(one)["replication"]["trouble"] and is_ready(one), "it is found")
+                post(one, f"pod-{number}", stored([1, 2]))
+                for node in cluster.nodes:
+                    node.kill()
+            assert depths(one, 1, 2) == {"pod-0": 2, "pod-1": 2}
+    finally:
+        cluster.stop()
+
+
+def test_a_lone_redis_that_is_called_a_cluster_is_told(redis_server: RedisServer) -> None:
+    with replicas(redis_server.url, 1, KVINDEXER_REDIS_CLUSTER="true") as (one,):
+        wait_until(lambda: "Redis: " in stats(one)["replication"]["trouble"], "it says what is wrong")
+        assert "luster" in one.get("/readyz").json()["detail"]
+
+
 def test_a_wrong_password_is_told_and_not_shown(tmp_path: Path) -> None:
     with RedisServer(tmp_path, password=SECRET) as server:
         url = f"redis://:wrong-{SECRET}@127.0.0.1:{server.port}/0"

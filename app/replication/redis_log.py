@@ -35,7 +35,7 @@ GROUPS_PER_READ = 64
 CANDIDATES_S = 30
 _FIELD = b"g"
 _FAULTS = (RedisError, RedisClusterException, OSError, TimeoutError)  # a cluster's own is no RedisError
-_NO_PORT = "it has no host, or a port that is no number from 0 to 65535; in a password, / is written %2F, ? %3F, # %23 and @ %40"
+_NO_PORT = "its port is no number from 0 to 65535; in a password, / is written %2F, ? %3F, # %23 and @ %40"
 
 # KEYS the terms; ARGV those that are in force, "" for none, and those that shall be.
 _SUCCEED = """

@@ -268,7 +268,7 @@ class Settings(BaseSettings):
     redis_url: SecretStr | None = Field(
         None,
         description="Redis (6.2 or later) or Valkey that replicas share, as `redis://host:6379/0`, or `rediss://` for "
-        "TLS, with user and password where there are some; none: a lone process.",
+        "TLS, with user and password where there are some, what is special in them as %XX; none: a lone process.",
     )
     redis_cluster: bool = Field(False, description="That URL is of a node of a Redis Cluster.")
     redis_namespace: str = Field(

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api_keys import FILE_BYTES_MAX, Scope, digest_of, parse_setting, read_keys_file
+from app.api_keys import (
+    FILE_BYTES_MAX,
+    KEY_CHARS_MAX,
+    KEYS_MAX,
+    Scope,
+    digest_of,
+    parse_keys,
+    parse_setting,
+    read_keys_file,
+)
 from app.config import load_settings
 from app.errors import InvalidInput, InvalidSettings
 
@@ -24,6 +33,23 @@ def test_setting() -> None:
     ]
     assert [key.is_short for key in keys] == [False, False, True]
     assert parse_setting("") == ()
+
+
+def test_bounds_of_a_key_and_of_their_number() -> None:
+    longest = "k" * KEY_CHARS_MAX
+    (key,) = parse_setting(f"{longest}:read")
+    assert key.digest == digest_of(longest.encode())
+    with pytest.raises(InvalidInput, match=f"1 to {KEY_CHARS_MAX} characters"):
+        parse_setting(f"{longest}k:read")
+    entries = [("a line", f"key-{number}:read") for number in range(KEYS_MAX + 1)]
+    assert len(parse_keys(entries[:-1])) == KEYS_MAX
+    with pytest.raises(InvalidInput, match=f"more than {KEYS_MAX} keys"):
+        parse_keys(entries)
+
+
+def test_a_key_shows_nothing_of_itself() -> None:
+    (key,) = parse_setting(f"{SECRET}:read")
+    assert repr(key) == "ApiKey(scope=<Scope.READ: 'read'>, is_short=False)"
 
 
 @pytest.mark.parametrize(

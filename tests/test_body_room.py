@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from app.body_room import BodyRoom
 from tests.test_connections import read_all, read_head_and_body, wire_to
 from tests.test_serving import DEADLINE_S, metric, serving
 
@@ -65,6 +66,17 @@ def test_what_finds_no_room_is_refused_and_what_is_in_stays_in(port: int, early:
         first.sendall(BODY[len(PIECE) :])
         assert read_head_and_body(first)[0] == 200
     wait_for_bytes(port, 0, 0)
+
+
+def test_room_is_full_when_the_last_byte_is_taken() -> None:
+    room = BodyRoom(10)
+    assert room.take(6, held=0)
+    assert room.take(4, held=0)
+    assert not room.take(1, held=4)
+    room.give_back(6)
+    assert room.take(7, held=4), "a body that is alone may be larger than the bound"
+    assert not room.take(1, held=0)
+    assert room.gauges() == {"bytes": 11}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -16,6 +16,7 @@ from app.config import load_settings
 from app.loads import Loads, read_loads
 from app.pods import PodSpec
 from app.routing import Load
+from tests.discovery.waiting import until
 from tests.test_serving import serving
 
 PAGE = b"""# HELP python_gc_objects_collected_total Objects collected during gc
@@ -156,6 +157,28 @@ def test_failures_are_counted_and_keep_the_last(
     assert polling.counts == (3, 2)
     assert polling.loads.load("a", 0) == Load(3, 1, 0.25)
     assert sum("cannot be read" in line for line in caplog.messages) == 1, "said once, not every second"
+
+
+def test_a_pod_does_not_choose_what_is_asked(pod: tuple[type[Pod], str]) -> None:
+    """Another answer than its own load may be behind a redirect, of a place that only this process can reach."""
+    asked: list[str] = []
+
+    def do_get(self: Pod) -> None:
+        asked.append(self.path)
+        self.status = 302 if self.path == "/metrics" else 200
+        Pod.do_GET(self)
+
+    pod[0].do_GET = do_get  # type: ignore[method-assign]
+    polling = Polling(a=pod[1])
+
+    async def play() -> None:
+        polling.loads.start()
+        await until(lambda: polling.counts[1] or polling.loads.load("a", 0), "it was asked")
+        await polling.loads.stop()
+
+    asyncio.run(play())
+    assert set(asked) == {"/metrics"}
+    assert polling.loads.load("a", 0) is None
 
 
 def test_pod_that_is_gone_or_moved_is_forgotten(pod: tuple[type[Pod], str]) -> None:

@@ -197,6 +197,13 @@ def test_longest_prefix_minds_no_load_but_between_equals() -> None:
     assert order(Policy.LONGEST_PREFIX, long, equal) == ["equal", "long"]
 
 
+@pytest.mark.parametrize("policy", [Policy.LONGEST_PREFIX, Policy.PREFIX_AND_LOAD, Policy.LEAST_LOADED])
+def test_between_equals_it_is_the_turn_of_who_was_chosen_longest_ago(policy: Policy) -> None:
+    """Not of whose name comes first: one pod would have all that nobody knows anything of."""
+    pods = [candidate(name, turn=turn) for name, turn in {"a": 2, "b": 1, "c": 3, "d": 1}.items()]
+    assert order(policy, *pods) == ["b", "d", "a", "c"]
+
+
 def test_round_robin_takes_turns() -> None:
     turns = {"a": 3, "b": 1, "c": 2, "d": 0}
     pods = [candidate(name, held(1_600, gpu=turn), turn=turn) for name, turn in turns.items()]

@@ -294,6 +294,34 @@ def test_a_first_batch_that_said_nothing_usable_and_comes_again_is_no_restart(be
     assert (bench.depth(), bench.service.pod("a").sources[0].restarts) == (1, 0)
 
 
+def test_a_number_0_without_an_event_tells_nothing_of_the_engine_that_sent_it(bench: Bench) -> None:
+    """A dump ends so, and an engine may begin so each time: were it taken for the batch from before, all that follows
+    it would pass for seen."""
+
+    def first() -> BatchResult:
+        return bench.service.post("a", batch(), model="m", dp_rank=0, seq=0, lora=None, digest=7)
+
+    first()
+    bench.post(stored(0, 2), seq=1)
+    assert not first().duplicate
+    assert (bench.depth(), bench.service.pod("a").sources[0].restarts) == (0, 1)
+    assert bench.post(stored(0), seq=1).stored_blocks == 1
+
+
+def test_what_was_number_0_before_a_reset_is_no_proof_behind_it(bench: Bench) -> None:
+    def first() -> BatchResult:
+        return bench.service.post("a", batch(stored(0)), model="m", dp_rank=0, seq=0, lora=None, digest=7)
+
+    first()
+    bench.service.reset_source("a", 0, restarted=False)
+    bench.post(stored(0, 2), seq=5)
+    assert first().stored_blocks == 1, (
+        "it begins like an engine long ago, and is another than the one of number 5"
+    )
+    assert (bench.depth(), bench.service.pod("a").sources[0].restarts) == (1, 1)
+    assert first().duplicate
+
+
 def test_gap_degrades_until_the_engine_clears(bench: Bench) -> None:
     bench.post(stored(0), seq=0)
     bench.post(stored(1), seq=3)
@@ -572,6 +600,16 @@ def test_silent_source_holds_nothing_past_its_deadline(bench: Bench) -> None:
     assert (bench.depth("a"), bench.state("a")) == (1, SourceState.DEGRADED)
 
 
+def test_who_speaks_again_does_not_shield_who_fell_silent(bench: Bench) -> None:
+    bench.post(stored(0), pod="a")
+    bench.post(stored(0), pod="b")
+    bench.clock.seconds += 30
+    bench.post(stored(1), pod="a")
+    bench.clock.seconds += 30
+    bench.service.tick()
+    assert (bench.state("a"), bench.state("b")) == (SourceState.LIVE, SourceState.DOWN)
+
+
 def test_silent_source_comes_back_by_a_stream_too(bench: Bench) -> None:
     bench.post(stored(0, 2))
     bench.clock.seconds += 61
@@ -796,6 +834,15 @@ def test_announcement_needs_a_possible_time_and_the_pods_model(make: MakeBench) 
     with pytest.raises(InvalidInput):
         bench.service.add_speculative("a", 0, "n", None, uint64s(1), 1.0, None)
     assert bench.service.add_speculative("a", 0, "m", None, uint64s(1), 0.001, None) == 1
+    assert bench.service.add_speculative("a", 0, "m", None, uint64s(2), 5.0, None) == 1
+
+
+def test_rows_with_fewer_blocks_than_asked_for_are_left_out(bench: Bench) -> None:
+    for blocks, pod in enumerate(("a", "b", "c"), 1):
+        bench.post(stored(0, blocks), pod=pod)
+    assert [row.pod for row in bench.match(min_blocks=2).matches] == ["c", "b"]
+    assert [row.pod for row in bench.match(min_blocks=2, top_k=1).matches] == ["c"]
+    assert bench.match(min_blocks=4).matches == ()
 
 
 # -- figures

@@ -11,7 +11,7 @@ Left out, and counted, are
 A group is applied at one go, so a position is always between two groups. What `LogState` holds is all that a
 replica needs to go on from a snapshot: it belongs into the snapshot, taken in the same instant.
 
-Bounds: the numbers of the last `REPLICAS_MAX` replicas of each partition are kept.
+Bounds: the numbers of the last `REPLICAS_MAX` replicas of each partition are kept; of pods, what is registered.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class LogState(msgspec.Struct):
     numbers: list[
         dict[str, int]
     ]  # by partition: replica -> number of its last group; the latest replica last
-    epochs: dict[str, int] = {}  # pod -> the newest lease of its streams
+    epochs: dict[str, int] = {}  # pod that is registered -> the newest lease of its streams
     heard: dict[str, list[str]] = {}  # pod -> by rank, "" for none: position of the last batch posted
+    floors: dict[int, int] = {}  # by partition: the least that a lease of any other pod must have
 
 
 def beginning(log: str, partitions: int) -> LogState:
@@ -155,7 +156,7 @@ class Applier:
         if isinstance(entry, Posted):
             return self._post(position, entry)
         if isinstance(entry, Followed | SourceReset | SourceReported):
-            return self._follow(entry)
+            return self._follow(partition, entry)
         return self._control(partition, entry)
 
     def _post(self, position: str, entry: Posted) -> object:
@@ -176,8 +177,8 @@ class Applier:
             heard[entry.dp_rank] = position
         return result
 
-    def _follow(self, entry: Followed | SourceReset | SourceReported) -> object:
-        newest = self.state.epochs.get(entry.pod, 0)
+    def _follow(self, partition: int, entry: Followed | SourceReset | SourceReported) -> object:
+        newest = self._newest(partition, entry.pod)
         if entry.epoch < newest:
             raise Fenced(f"the lease {entry.epoch} of pod {entry.pod!r} is over: {newest} was taken")
         service = self._service
@@ -207,12 +208,12 @@ class Applier:
         | LeaseTaken
         | OwnerCleared,
     ) -> object:
-        service, state = self._service, self.state
+        service = self._service
         if isinstance(entry, PodRegistered):
-            return self._register(entry.spec)
+            return self._register(partition, entry.spec)
         if isinstance(entry, PodDropped):
             service.drop_pod(entry.pod)
-            self._forget(entry.pod)
+            self._forget(partition, entry.pod)
             return None
         if isinstance(entry, BlocksForgotten):
             return service.remove_blocks(
@@ -227,31 +228,41 @@ class Applier:
         if isinstance(entry, OwnerCleared):
             return service.owners.clear(entry.owner)
         if isinstance(entry, LeaseTaken):
-            newest = state.epochs[entry.pod] = max(entry.epoch, state.epochs.get(entry.pod, 0))
-            if newest > entry.epoch:
+            newest = self._newest(partition, entry.pod)
+            if entry.epoch < newest:
                 raise Fenced(f"the lease {entry.epoch} of pod {entry.pod!r} is over: {newest} was taken")
+            if entry.pod in service.pods:
+                self.state.epochs[entry.pod] = entry.epoch
+            else:
+                self.state.floors[partition] = entry.epoch
             return None
         if self.heard(entry.pod, entry.dp_rank) == entry.heard:
             service.silence(entry.pod, entry.dp_rank)
         return None
 
-    def _register(self, spec: PodSpec) -> Pod:
+    def _register(self, partition: int, spec: PodSpec) -> Pod:
         """A pod that starts empty is followed by nobody yet, and what is on its way of its stream before is of a
         picture that is gone."""
         before = self._service.pods.get(spec.name)
         pod = self._service.register(spec)
         if pod is not before:
             if before is not None:
-                self._forget(spec.name)
+                self._forget(partition, spec.name)
             if spec.zmq_endpoint is not None:
                 for dp_rank in range(spec.dp_size):
                     self._service.set_source_state(spec.name, dp_rank, SourceState.DOWN, cause=NOT_HELD)
         return pod
 
-    def _forget(self, pod: str) -> None:
+    def _forget(self, partition: int, pod: str) -> None:
+        """Its holder needs a newer lease. One number a partition says so for all pods that are gone, so names that come
+        and go leave nothing behind: leases are numbered together there, and who asks for another one gets the highest."""
         self.state.heard.pop(pod, None)
-        if pod in self.state.epochs:
-            self.state.epochs[pod] += 1  # its holder needs a newer lease
+        over = self.state.epochs.pop(pod, None)
+        if over is not None:
+            self.state.floors[partition] = max(over + 1, self.state.floors.get(partition, 0))
+
+    def _newest(self, partition: int, pod: str) -> int:
+        return self.state.epochs.get(pod, self.state.floors.get(partition, 0))
 
     def set_away(self, partition: int, cause: str) -> None:
         """The partition is not read now, and why; "" when it is again."""

@@ -131,7 +131,8 @@ class Following:
                 self._counts["takings_failed"] += 1
                 await asyncio.sleep(RETRY_S)
             except Fenced as error:
-                # A pod that was removed and came back, or a Redis whose clock went back: a newer lease is needed.
+                # A pod was removed meanwhile, this one (and came back) or one with a newer lease; or the clock of Redis
+                # went back. A newer lease is needed.
                 self._counts["outlived"] += 1
                 logger.warning("pod %s: %s; another lease is asked for", pod, error)
                 self.leases.give_up(pod, epoch)

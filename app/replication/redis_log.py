@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 from redis.asyncio import Redis
@@ -35,6 +35,7 @@ GROUPS_PER_READ = 64
 CANDIDATES_S = 30
 _FIELD = b"g"
 _FAULTS = (RedisError, RedisClusterException, OSError, TimeoutError)  # a cluster's own is no RedisError
+_NO_PORT = "its port is no number from 0 to 65535; in a password, / is written %2F, ? %3F, # %23 and @ %40"
 
 # KEYS the terms; ARGV those that are in force, "" for none, and those that shall be.
 _SUCCEED = """
@@ -210,22 +211,30 @@ def _client(url: str, *, cluster: bool, timeout_s: float) -> Any:
         "client_name": "kvindexer",
     }
     try:
+        if _is_cut_short(urlsplit(url)):
+            raise ValueError
         if cluster:
             return RedisCluster.from_url(url, **options)
         return Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
-    except ValueError as error:
+    except (ValueError, RedisClusterException) as error:
         raise InvalidSettings(f"KVINDEXER_REDIS_URL cannot be used: {_fault(error, url)}") from None
 
 
 def _fault(error: Exception, url: str) -> str:
     """Of a URL that cannot be, in a sentence that has nothing of it: what passes for its port may be of its password."""
     try:
-        urlsplit(url).port  # noqa: B018
+        parts = urlsplit(url)
+        parts.port  # noqa: B018
     except ValueError:
-        return (
-            "its port is no number from 0 to 65535; in a password, / is written %2F, ? %3F, # %23 and @ %40"
-        )
-    return _plain(error, url)
+        return _NO_PORT
+    return _NO_PORT if _is_cut_short(parts) else _plain(error, url)
+
+
+def _is_cut_short(url: SplitResult) -> bool:
+    """What should be the host comes behind what passes for its end: the port would be a part of the password, and told
+    whenever it cannot be connected to."""
+    behind = url.fragment + url.query.partition("=")[0]
+    return "@" in (behind if url.scheme == "unix" else url.path + behind)
 
 
 def _plain(error: Exception, url: str) -> str:

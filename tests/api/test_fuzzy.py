@@ -6,11 +6,13 @@ import array
 import asyncio
 import itertools
 import random
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from app.fuzzy_queries import FuzzyQuery
 from app.hashing import prefix_hashes
 from tests.api.conftest import CLEARED, Indexer, removed, stored
 
@@ -250,6 +252,24 @@ def test_others_have_their_turn_while_a_fuzzy_match_runs(indexer: Indexer) -> No
     assert answer["blocks"][-1]["token_offset"] == 8_000
     assert "pod-a" in [match["pod"] for match in answer["blocks"][-1]["matches"]]
     assert indexer.service.fuzzy.gauges()["asked"] == 0
+
+
+def test_one_question_is_under_way_at_a_time(indexer: Indexer) -> None:
+    """A short one waits for a long one: what a question holds of windows and candidates is there once."""
+    chance = random.Random(1)
+    hold(indexer, [1], A)
+    ended: list[int] = []
+
+    async def ask(tokens: list[int]) -> None:
+        asked = struct.pack(f"<{len(tokens)}I", *tokens)
+        await indexer.service.fuzzy.ask(FuzzyQuery(model="m", token_ids=asked, mode="sliding"))
+        ended.append(len(tokens))
+
+    async def both() -> None:
+        await asyncio.gather(ask([chance.randrange(1_000) for _ in range(8_000)]), ask(A))
+
+    indexer.run(both())
+    assert ended == [8_000, len(A)]
 
 
 def test_questions_wait_in_a_line_of_bounded_length(make_indexer: Callable[..., Indexer]) -> None:

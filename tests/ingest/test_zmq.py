@@ -20,6 +20,7 @@ import zmq
 from app.endpoints import Endpoint
 from app.errors import UnknownPod
 from app.events import AllBlocksCleared, EventBatch
+from app.hashing import digest
 from app.ingest.actions import Action, Deliver, Reset
 from app.ingest.feed import Feed, QueueLimits, Stream
 from app.ingest.receiver import Receiver
@@ -476,6 +477,24 @@ def test_a_silent_replay_socket_degrades_and_heals(publishers: Callable[..., Pub
     asyncio.run(run())
 
 
+def test_a_removed_pod_gives_back_what_was_held_for_it(publishers: Callable[..., Publisher]) -> None:
+    """All sources share these bytes: what a pod that is gone kept of them nobody else could hold."""
+    publisher = publishers()
+    publisher.publish(1)
+    publisher.faults.serve_replays = False
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(publisher))
+            await at.until_state(SourceState.CATCHING_UP)
+            publisher.publish(3)
+            await at.until(lambda: at.ingest.gauges()["held_bytes"] > 0, "they wait for the replay")
+            at.ingest.pod_removed("pod")
+            await at.until(lambda: at.ingest.gauges()["held_bytes"] == 0, "nobody waits for it any more")
+
+    asyncio.run(run())
+
+
 def test_what_cannot_be_read_degrades_until_a_clear(publishers: Callable[..., Publisher]) -> None:
     publisher = publishers()
 
@@ -843,15 +862,18 @@ class FaultyFeed(Feed):
 def test_a_fault_of_our_own_costs_its_source_a_fresh_start_and_no_other(
     publishers: Callable[..., Publisher], caplog: pytest.LogCaptureFixture, failures: int
 ) -> None:
-    """Not even where the fresh start fails in its turn: then every source has one, as often as it takes."""
+    """Not even where the fresh start fails in its turn: then every source has one, as often as it takes. It begins with
+    nothing, wherever it had been followed from before."""
     faulty, other = publishers(), publishers()
     faulty.publish(4)
     other.publish(4)
+    known = (3, digest(other.batches[3])) if failures > 1 else None
 
-    def followed(name: str, publisher: Publisher) -> FollowedPod:
+    def followed(name: str, publisher: Publisher, resume_at: tuple[int, int] | None = None) -> FollowedPod:
         live = Endpoint("127.0.0.1", publisher.port)
         replay = Endpoint("127.0.0.1", publisher.replay_port)
-        return FollowedPod(name, b"", ((Stream(name, 0, str(live), str(replay)), live, replay),))
+        stream = Stream(name, 0, str(live), str(replay), resume_at=resume_at)
+        return FollowedPod(name, b"", ((stream, live, replay),))
 
     async def run() -> None:
         ledger = Ledger()
@@ -861,12 +883,14 @@ def test_a_fault_of_our_own_costs_its_source_a_fresh_start_and_no_other(
         feed.failures = failures
         receiver = Receiver(feed, SEQUENCE, SOCKETS)
         receiver.follow(followed("faulty", faulty))
-        receiver.follow(followed("other", other))
+        receiver.follow(followed("other", other, known))
         receiver.start()
         try:
             at = Scene(ledger, ZmqIngest(ledger))
             await at.until(lambda: ledger.is_exact(faulty, "faulty"), "the fresh start brings everything")
-            await at.until(lambda: ledger.is_exact(other, "other"), "the other never noticed")
+            await at.until(
+                lambda: ledger.is_exact(other, "other"), "the other never noticed, or has all of it again"
+            )
             assert receiver.counters.faults == failures
             assert receiver.is_alive
             assert set(ledger.entry("faulty").resets) == {False}

@@ -49,11 +49,22 @@ class ListLog:
 class Member(Lone):
     """One replica; what it applies of the log, and when, is the test's to say."""
 
-    def __init__(self, name: str, log: ListLog, settings: Settings, clock: Clock) -> None:
+    def __init__(
+        self,
+        name: str,
+        log: ListLog,
+        settings: Settings,
+        clock: Clock,
+        *,
+        outbox_bytes_max: int = 1 << 30,
+        answer_timeout_s: float = 30.0,
+    ) -> None:
         super().__init__(settings, clock)
         self._log = log
         self.coder = Coder(self.service, shingle=self.shingle)
-        self.outbox = Outbox(name, PARTITIONS, bytes_max=1 << 30, append=log.append, landed=self.coder.land)
+        self.outbox = Outbox(
+            name, PARTITIONS, bytes_max=outbox_bytes_max, append=log.append, landed=self.coder.land
+        )
         self.applier = Applier(self.service, name, PARTITIONS, settle=self.outbox.settle)
         self.writer = LogWriter(
             self.service,
@@ -61,7 +72,7 @@ class Member(Lone):
             self.outbox,
             self.applier,
             partitions=PARTITIONS,
-            answer_timeout_s=30.0,
+            answer_timeout_s=answer_timeout_s,
         )
         self.feed = self.writer.feed(lambda _pod: 1)
         self.service.ask_before_silence(self.writer.ask_for_silence)

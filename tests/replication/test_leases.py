@@ -60,10 +60,20 @@ class Fleet:
         self.following: dict[str, str] = {}  # pod -> replica, as the listeners know it
         self.faults: list[str] = []
 
-    def add(self, name: str, pods: list[str], *, port: int | None = None, **options: Any) -> Leases:
+    def add(
+        self,
+        name: str,
+        pods: list[str],
+        *,
+        port: int | None = None,
+        late: Late | None = None,
+        **options: Any,
+    ) -> Leases:
         client = self.clients[name] = redis.asyncio.Redis(port=port or self.port)
+        if late is not None:
+            late.client, options["clock"] = client, lambda: late.now_s
         made = self.replicas[name] = Leases(
-            client,
+            late or client,
             _Listener(self, name),
             replica=name,
             partitions=PARTITIONS,
@@ -138,6 +148,25 @@ class _Listener:
 
     def _fault(self, what: str) -> None:
         self.fleet.faults.append(f"{self.name} {what}")
+
+
+class Late:
+    """A Redis whose answers are under way for so long, by a clock that goes on only then."""
+
+    def __init__(self, way_s: float) -> None:
+        self.client: redis.asyncio.Redis
+        self.now_s = 0.0
+        self.asked_s: dict[
+            str, float
+        ] = {}  # key of the leases -> when the last question left that was answered
+        self._way_s = way_s
+
+    async def eval(self, script: str, numkeys: int, *arguments: Any) -> Any:
+        asked_s = self.now_s
+        answer = await self.client.eval(script, numkeys, *arguments)
+        self.now_s += self._way_s
+        self.asked_s[arguments[0]] = asked_s
+        return answer
 
 
 @contextlib.asynccontextmanager
@@ -275,6 +304,44 @@ def test_one_that_slept_notices_before_it_appends(server: RedisServer) -> None:
         assert leases.epoch("pod-0") is None
         assert leases.held() == {}
         await fleet.until(lambda: leases.epoch("pod-0") is not None, "it holds again")
+
+    run(scene, server)
+
+
+def test_a_lease_counts_from_the_question_and_not_from_its_late_answer(server: RedisServer) -> None:
+    """Redis has given it for a ttl from when it was asked: whoever waits for the answer may have less than half of it."""
+
+    async def scene(fleet: Fleet) -> None:
+        late = Late(0.4 * LONG_TTL_S)
+        leases = fleet.add("a", pod_names(1), late=late, ttl_s=LONG_TTL_S)
+        await fleet.until_spread(1, 1)
+        asked_s = late.asked_s[key_of(partition_of("pod-0"), "leases")]
+        late.now_s = asked_s + (1 - MARGIN) * LONG_TTL_S - 0.001
+        assert leases.epoch("pod-0") is not None
+        late.now_s += 0.001
+        assert leases.epoch("pod-0") is None
+        assert leases.held() == {}
+
+    run(scene, server)
+
+
+def test_a_lease_that_was_given_up_does_not_come_back(server: RedisServer) -> None:
+    async def scene(fleet: Fleet) -> None:
+        leases = fleet.add("a", pod_names(2), ttl_s=LONG_TTL_S)
+        await fleet.until_spread(2, 2)
+        epoch = leases.epoch("pod-0")
+        assert epoch is not None
+        leases.give_up("pod-0", epoch - 1)
+        assert leases.epoch("pod-0") == epoch, "that one is over long ago"
+        leases.give_up("pod-0", epoch)
+        assert leases.epoch("pod-0") is None
+        await fleet.until_spread(2, 2)
+        taken = [told[3] for told in fleet.told if told[1:3] == ("taken", "pod-0")]
+        assert taken[0] == epoch
+        assert taken[1:] == [leases.epoch("pod-0")]
+        assert taken[1] > epoch, "another one, as it was of no use"
+        assert leases.counters()["lost"] == 0
+        assert leases.counters()["taken"] == 3
 
     run(scene, server)
 

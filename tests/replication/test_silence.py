@@ -127,6 +127,26 @@ def test_a_batch_that_the_asker_had_not_read_yet_counts() -> None:
     asyncio.run(play())
 
 
+def test_a_batch_that_came_again_is_no_sign_of_life() -> None:
+    """Else all who asked before they had read it would have asked in vain, and nobody asks again."""
+
+    async def play() -> None:
+        async with fleet_of(2) as fleet:
+            sender = fleet.members[0]
+            await post(fleet, sender, 0)
+            fleet.clock.seconds += DEADLINE_S
+            again = await appended(
+                fleet, sender.writer.post("a", batch(0), model="m", dp_rank=0, seq=0, lora=None)
+            )
+            for member in fleet.members:
+                member.service.tick()
+            await fleet.settle()
+            assert (await again).duplicate
+            assert [state(member) for member in fleet.members] == [SourceState.DOWN] * 2
+
+    asyncio.run(play())
+
+
 def test_a_pod_that_was_dropped_meanwhile_is_not_asked_about_again() -> None:
     async def play() -> None:
         async with fleet_of(2) as fleet:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import struct
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +18,7 @@ from app.errors import SnapshotRefused
 from app.pods import PodSpec
 from app.saved_state import SavedContext, SavedPod, SavedSource, SavedState
 from app.snapshots.file import SnapshotReader, SnapshotWriter, previous_of
-from app.snapshots.frames import FrameEncoder
+from app.snapshots.frames import FRAME_BYTES_MAX, FrameEncoder
 
 STATE = SavedState(
     at_s=1_795_000_000.5,
@@ -66,6 +69,36 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert (reader.state, list(reader.frames())) == (STATE, FRAMES)
     assert size == reader.size == path.stat().st_size
     assert [file.name for file in tmp_path.iterdir()] == ["snapshot"]
+
+
+def test_a_file_that_lost_its_end_behind_the_look_is_not_half_a_picture(tmp_path: Path) -> None:
+    """At a place where a frame ends: each that is there is whole."""
+    path = tmp_path / "snapshot"
+    write(path)
+    reader = SnapshotReader(path)
+    encoder = FrameEncoder()
+    path.write_bytes(encoder.start + b"".join(map(encoder.index, FRAMES)))
+    with pytest.raises(SnapshotRefused, match="changed while it was read: is damaged: its end is missing"):
+        list(reader.frames())
+
+
+@pytest.mark.parametrize("more", [FrameEncoder.index, FrameEncoder.state], ids=["index", "state"])
+def test_nothing_follows_the_end_however_whole_it_is(more: Callable[[FrameEncoder, Any], bytes]) -> None:
+    encoder = FrameEncoder()
+    whole = encoder.start + encoder.index(b"one") + encoder.state(STATE)
+    content = b"more" if more is FrameEncoder.index else STATE
+    assert "something follows its end" in refusal(whole + more(encoder, content))
+
+
+@pytest.mark.parametrize(
+    "sizes", [(FRAME_BYTES_MAX + 1, 7), (7, FRAME_BYTES_MAX + 1)], ids=["stored", "opened"]
+)
+def test_what_a_frame_says_of_its_length_is_bounded(sizes: tuple[int, int]) -> None:
+    """Also with a right checksum, which anybody can make."""
+    start = FrameEncoder().start
+    frame = struct.pack("<BII", 1, *sizes) + b"content"
+    checksum = struct.pack("<Q", hashing.digest(frame, hashing.digest(start)))
+    assert "there is no frame at byte 12" in refusal(start + frame + checksum)
 
 
 def test_the_one_before_stays(tmp_path: Path) -> None:

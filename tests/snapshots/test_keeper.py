@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from pathlib import Path
 
 import pytest
 
 from app.config import Settings
 from app.errors import SnapshotRefused
+from app.events import AllBlocksCleared, Tier
 from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
 from app.index.prefix_index import PrefixIndex
 from app.pods import PodSpec, SourceState
-from app.service import IndexerService, MatchQuery, index_limits
+from app.saved_state import SavedState
+from app.service import BatchResult, IndexerService, MatchQuery, index_limits
 from app.snapshots.file import FileStore, SnapshotReader
 from app.snapshots.keeper import SnapshotKeeper
 from tests.test_service import Clock, batch, stored, tokens, uint64s
@@ -121,6 +125,54 @@ def test_silence_goes_on(tmp_path: Path) -> None:
     assert source.state is SourceState.DOWN
 
 
+def test_who_is_silent_longest_comes_first_again(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "snapshot")
+    bench.post(0, 1, seq=0, pod="pod-a")
+    bench.post(0, 1, seq=0, pod="pod-b")
+    bench.clock.seconds += 30
+    bench.post(1, 1, seq=1, pod="pod-a")
+    asyncio.run(bench.keeper.save())
+    fresh = bench.restarted(0)
+    fresh.clock.seconds += Settings().http_silence_deadline_s - 30
+    fresh.service.tick()
+    states = {name: pod.sources[0].state for name, pod in fresh.service.pods.items()}
+    assert states == {"pod-a": SourceState.LIVE, "pod-b": SourceState.DOWN}
+
+
+def test_both_ways_of_an_answer_know_how_long_ago_it_was(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "snapshot")
+    bench.post(0, 2, seq=0)
+    asyncio.run(bench.keeper.save())
+    fresh = bench.restarted(30)
+    query = MatchQuery(model="m", token_ids=tokens(8))
+    (row,) = fresh.service.match(query).matches
+    answer = fresh.service.match_json(query)
+    assert answer is not None
+    (told,) = json.loads(answer.body)["matches"]
+    assert told["last_event_age_s"] == row.last_event_age_s == 30.0
+    assert told["reusable_tokens"] == row.reusable_tokens == 4
+
+
+def test_what_was_learned_of_a_source_comes_back(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "snapshot")
+
+    def first(to: Bench) -> BatchResult:
+        events = batch(stored(0), stored(0, size=8, name=500, tier=Tier.CPU))
+        return to.service.post("pod-a", events, model="m", dp_rank=0, seq=0, lora=None, digest=7)
+
+    first(bench)
+    asyncio.run(bench.keeper.save())
+    fresh = bench.restarted(1)
+    assert first(fresh).duplicate, "it is known by what it was: no restarted engine"
+    smaller = batch(stored(0, size=4, name=900, tier=Tier.CPU))
+    result = fresh.service.post("pod-a", smaller, model="m", dp_rank=0, seq=1, lora=None)
+    assert (result.stored_blocks, result.ignored) == (0, 1), "the end of a prompt"
+    fresh.service.post("pod-a", batch(), model="m", dp_rank=0, seq=5, lora=None)
+    fresh.service.post("pod-a", batch(AllBlocksCleared()), model="m", dp_rank=0, seq=6, lora=None)
+    state = fresh.service.pod("pod-a").sources[0].state
+    assert state is SourceState.DEGRADED, "a clear says nothing of the blocks on the CPU"
+
+
 def test_orphans_are_a_loss(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "snapshot")
     bench.post(0, 1, seq=0)
@@ -142,6 +194,33 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     folder.mkdir()
     assert asyncio.run(bench.keeper.save()) is True
     assert bench.restarted(0).depths(1) == {"pod-a": 1}
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_what_changes_is_noted_for_a_snapshot_only_while_one_is_written(tmp_path: Path, works: bool) -> None:
+    """Else it would be noted for ever."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    bench = Bench(folder / "snapshot")
+    bench.post(0, 1, seq=0)
+    if not works:
+        bench.keeper = SnapshotKeeper(
+            bench.service,
+            bench.index,
+            FileStore(bench.path),
+            configured=frozenset(),
+            interval_s=3_600,
+            place=lambda _state: _refuse(),
+        )
+    with contextlib.nullcontext() if works else pytest.raises(SnapshotRefused):
+        asyncio.run(bench.keeper.save())
+    with pytest.raises(AssertionError, match="begins with start_export"):
+        bench.service.hints.export(1)
+    assert [path.name for path in folder.iterdir()] == (["snapshot"] if works else [])
+
+
+def _refuse() -> SavedState:
+    raise SnapshotRefused("made by the test")
 
 
 def test_the_last_snapshot_has_its_time(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_what_was_written_is_read(server: RedisServer, keys: redis.Redis, small_
         size = await write(store)
         assert await store.names() == ["newest"]
         source = await store.open("newest")
-        assert source.size == size
+        assert source.size == size == sum(keys.strlen(name) for name in names(keys) if name[-1].isdigit())
         assert source.state == msgspec.structs.replace(STATE, at_s=1.0, positions={0: "5-1", 3: "0-0"})
         assert await read(source) == FRAMES
         placed = await store.placed("newest")
@@ -109,6 +109,25 @@ def test_the_one_before_is_kept_and_the_others_go(
         assert names(keys) == {*whole, *going, f"{TAG}:newest", f"{TAG}:previous"}
         assert {keys.ttl(key) for key in whole} == {-1}
         assert all(0 < keys.ttl(key) <= redis_store.READING_S for key in going)
+
+    play(server, scene)
+
+
+def test_who_lost_the_lock_writes_no_further_piece(
+    server: RedisServer, keys: redis.Redis, small_pieces: None
+) -> None:
+    async def scene(store: RedisStore) -> None:
+        late = await store.begin()
+        assert late is not None
+        await late.add(FRAMES[0] * 20)
+        keys.set(f"{TAG}:lock", "another")
+        before = names(keys)
+        with pytest.raises(StoreFailed, match="took over"):
+            await late.add(bytes(range(256)))
+        assert names(keys) == before
+        await late.discard()
+        assert names(keys) == {f"{TAG}:lock"}
+        assert keys.get(f"{TAG}:lock") == b"another", "it is not its own to open"
 
     play(server, scene)
 

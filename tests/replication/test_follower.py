@@ -1,0 +1,83 @@
+"""The reader of a partition, over a real Redis: what it had read is not applied behind an interruption."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from app.config import Settings
+from app.replication import follower
+from app.replication.applier import Applier, beginning
+from app.replication.entries import OwnerCleared, encode_entry, encode_group
+from app.replication.follower import Follower
+from app.replication.redis_log import RedisLog
+from tests.discovery.waiting import until
+from tests.replication.redis_server import RedisServer
+from tests.replication.replicas import Clock, Lone
+
+GROUPS = 8
+
+
+class Gate:
+    """Places that a reader may begin from once, and then no more."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def ensure(self, _partition: int) -> None:
+        self.asked += 1
+        if self.asked > 1:
+            await asyncio.Event().wait()
+
+    async def is_whole(self, _partition: int) -> bool:
+        return True
+
+
+class Ended:
+    """Outbox.has_ended."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, partition: int, began_s: float) -> None:
+        self.calls += 1
+
+
+def test_what_was_read_before_an_interruption_is_not_applied_behind_it(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of what one read brought another picture took the place of ours: the rest is not of its log."""
+    monkeypatch.setattr(follower, "SLICE_S", 0.0)
+
+    async def play() -> None:
+        log = RedisLog(redis_server.url, cluster=False, namespace="test", timeout_s=5.0)
+        log.number = "1"
+        entry = encode_entry(OwnerCleared(owner="nobody"))
+        for number in range(1, GROUPS + 1):
+            await log.append(0, encode_group("this", number, [entry], follows=0))
+        settled: list[int] = []
+
+        def settle(partition: int, number: int, outcomes: Sequence[object]) -> None:
+            settled.append(number)
+            reader.interrupt("another log is in force", replaced=True)
+
+        applier = Applier(Lone(Settings(), Clock()).service, "this", 1, settle=settle)
+        applier.state = beginning("1", 1)
+        gate, ended = Gate(), Ended()
+        reader = Follower(log, applier, gate, partitions=1, keep_s=60.0, ended=ended)
+        task = asyncio.create_task(reader.run(0))
+        try:
+            await until(lambda: gate.asked == 2, "it looks for its place")
+            assert settled == [1]
+            assert applier.counts["applied_groups"] == 1
+            assert reader.partitions[0].trouble == "another log is in force"
+            assert not reader.is_caught_up
+            assert ended.calls == 0
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await log.close()
+
+    asyncio.run(play())

@@ -168,6 +168,8 @@ class Receiver:
                     if subscription not in unread:  # a reply that waits in a queue is not overdue
                         self._guarded(subscription, self._tick, None, now)
         self._feed.flush()
+        if ready:
+            time.sleep(self._limits.gather_s)
 
     def _guarded(
         self,

@@ -398,9 +398,10 @@ class PrefixIndex {
     const BlockRecord* const before = pool_.peek(parent);
     return before != nullptr && before->holders != kEmptySet;
   }
+  // What is left of a dropped context behind a record that was buried follows nothing, and is nobody's.
   bool is_unlisted(BlockId id) const {
     const BlockRecord* const record = pool_.peek(id);
-    return record != nullptr && record->holders != kEmptySet && !record->is_listed;
+    return record != nullptr && record->holders != kEmptySet && record->follows && !record->is_listed;
   }
   void list(Context& context, BlockId id);
   void unlist(Context& context, BlockId id);

@@ -284,3 +284,36 @@ def test_a_snapshot_takes_no_room_for_what_will_be_evicted(both: tuple[int, int]
         return index.stats().bytes
 
     assert taken(100 * blocks) == taken(blocks)
+
+
+@pytest.mark.parametrize("chain", [1, 7])
+def test_what_a_dropped_context_left_is_not_taken_for_a_full_contexts_own(chain: int) -> None:
+    """In a full index the blocks of dropped contexts make room, run by run, and what stands behind a run that went is
+    then older than all that the context which took its place may lose."""
+    limits = IndexLimits(ttl_ticks=0, contexts_max=4, prefixes_per_context_max=500, prefixes_max=2_000)
+    index = PrefixIndex(limits)
+    source = index.add_source()
+    r = random.Random(1)
+
+    def store(context: int, blocks: int, now: int) -> None:
+        names, tokens = r.randbytes(8 * blocks), r.randbytes(4 * blocks)
+        index.store(
+            source,
+            context,
+            tier=0,
+            group=0,
+            engine_hashes=names,
+            parent=None,
+            token_ids=tokens,
+            extra_keys=None,
+            now=now,
+        )
+
+    for context in [index.context(f"dropped{i}", None, 1, 0) for i in range(4)]:
+        store(context, 500, 0)
+    full, *_ = [index.context(f"kept{i}", None, 1, 1) for i in range(4)]
+    for now in range(1, 1_000 // chain):
+        store(full, chain, now)
+    stats = index.stats()
+    assert stats.prefixes <= 500
+    assert stats.evicted == 1_000 // chain * chain - chain - stats.prefixes

@@ -153,6 +153,7 @@ class Receiver:
         self._clear_wakes()
         now = time.monotonic()
         self._rounds += 1
+        messages_before = self.counters.messages
         # In turns: who comes last when the queue fills up must come early in a later round.
         first = self._rounds % max(len(ready), 1)
         unread: set[Subscription] = set()
@@ -168,7 +169,8 @@ class Receiver:
                     if subscription not in unread:  # a reply that waits in a queue is not overdue
                         self._guarded(subscription, self._tick, None, now)
         self._feed.flush()
-        if ready:
+        # A round that read as much as this has left some to be read, or was worth its wake-up.
+        if ready and self.counters.messages - messages_before < self._limits.reads_per_round_max:
             time.sleep(self._limits.gather_s)
 
     def _guarded(

@@ -43,9 +43,7 @@ class SocketLimits:
     reopen_interval_s: float = 5.0
     handshake_patience_s: float = 3.0  # from the connection to the end of its handshake
     tick_interval_s: float = 0.1
-    gather_s: float = (
-        0.001  # after a round that brought something: what comes meanwhile costs one wake-up, not one each
-    )
+    gather_s: float = 0.001  # rest behind a round: what comes meanwhile is read in one go
     reads_per_round_max: int = 128  # messages from one socket before the next has its turn
     read_bytes_per_round_max: int = 1024 * 1024  # likewise; the message that passes it is read
 

@@ -33,9 +33,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from redis.exceptions import RedisClusterException, RedisError
-
 from app.pods import PodSpec
+from app.redis_faults import REDIS_FAULTS
 from app.replication.shares import Shares, Verbs, encoded
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,6 @@ EXCHANGES_PER_TTL = 4
 MARGIN = 0.1  # part of the ttl by which a holder stops before Redis may give the lease away
 VERBS_PER_EXCHANGE_MAX = 512  # the others follow at once
 
-_FAULTS = (RedisError, RedisClusterException, OSError, TimeoutError)  # of Redis, or of the way there
 
 _SCRIPT = Path(__file__).with_name("leases.lua").read_text()
 
@@ -226,7 +224,7 @@ class Leases:
     async def _leave(self, partition: Partition) -> None:
         try:
             await self._exchange(partition, [], ttl_s=0.0)
-        except _FAULTS as error:
+        except REDIS_FAULTS as error:
             logger.warning("leases are not released, and end with their ttl: %s", _said(error))
 
     # -- the exchanges
@@ -240,7 +238,7 @@ class Leases:
                 await self._round(partition)
                 wait_s = min(interval_s, partition.next_death_s + 0.002)
                 partition.failing = False
-            except _FAULTS as error:
+            except REDIS_FAULTS as error:
                 self._counters.exchanges_failed += 1
                 if not partition.failing:  # once for each time that it begins
                     logger.warning("leases of partition %d: %s", partition.number, _said(error))

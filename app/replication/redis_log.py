@@ -18,23 +18,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisClusterException, RedisError, ResponseError
+from redis.exceptions import RedisClusterException, ResponseError
 
 from app.errors import UNDECODABLE, InvalidSettings, LogAway
+from app.redis_faults import REDIS_FAULTS
 
 BEGINNING = "0-0"  # the position before the first message
 BLOCK_S = 1.0  # how long a read waits for something new
 GROUPS_PER_READ = 64
 CANDIDATES_S = 30
 _FIELD = b"g"
-_FAULTS = (RedisError, RedisClusterException, OSError, TimeoutError)  # a cluster's own is no RedisError
 _NO_PORT = "its port is no number from 0 to 65535; in a password, / is written %2F, ? %3F, # %23 and @ %40"
 
 # KEYS the terms; ARGV those that are in force, "" for none, and those that shall be.
@@ -70,7 +70,7 @@ class RedisLog:
         return self._writer
 
     async def close(self) -> None:
-        with contextlib.suppress(*_FAULTS):
+        with contextlib.suppress(*REDIS_FAULTS):
             await self._writer.aclose()
             await self._reader.aclose()
 
@@ -210,31 +210,27 @@ def _client(url: str, *, cluster: bool, timeout_s: float) -> Any:
         "protocol": 2,
         "client_name": "kvindexer",
     }
+    if not _has_sound_port(url):
+        raise InvalidSettings(f"KVINDEXER_REDIS_URL cannot be used: {_NO_PORT}")
     try:
-        if _is_cut_short(urlsplit(url)):
-            raise ValueError
         if cluster:
             return RedisCluster.from_url(url, **options)
         return Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
     except (ValueError, RedisClusterException) as error:
-        raise InvalidSettings(f"KVINDEXER_REDIS_URL cannot be used: {_fault(error, url)}") from None
+        raise InvalidSettings(f"KVINDEXER_REDIS_URL cannot be used: {_plain(error, url)}") from None
 
 
-def _fault(error: Exception, url: str) -> str:
-    """Of a URL that cannot be, in a sentence that has nothing of it: what passes for its port may be of its password."""
+def _has_sound_port(url: str) -> bool:
+    """Not where a sign of the password ends what passes for the host: the port would be a part of the password, and told
+    whenever it cannot be connected to."""
     try:
         parts = urlsplit(url)
-        parts.port  # noqa: B018
+        is_file = parts.scheme == "unix"
+        _ = None if is_file else parts.port
     except ValueError:
-        return _NO_PORT
-    return _NO_PORT if _is_cut_short(parts) else _plain(error, url)
-
-
-def _is_cut_short(url: SplitResult) -> bool:
-    """What should be the host comes behind what passes for its end: the port would be a part of the password, and told
-    whenever it cannot be connected to."""
-    behind = url.fragment + url.query.partition("=")[0]
-    return "@" in (behind if url.scheme == "unix" else url.path + behind)
+        return False
+    behind = parts.fragment + parts.query.partition("=")[0]
+    return "@" not in (behind if is_file else parts.path + behind)
 
 
 def _plain(error: Exception, url: str) -> str:
@@ -246,6 +242,6 @@ def _plain(error: Exception, url: str) -> str:
 async def _away_is_told() -> AsyncIterator[None]:
     try:
         yield
-    except _FAULTS as error:
+    except REDIS_FAULTS as error:
         said = str(error) or type(error).__name__
         raise LogAway(f"Redis: {said}") from error

@@ -23,9 +23,9 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, Protocol
 
 import msgspec
-from redis.exceptions import RedisClusterException, RedisError
 
 from app.errors import UNDECODABLE, SnapshotRefused, StoreFailed
+from app.redis_faults import REDIS_FAULTS
 from app.saved_state import SavedState
 from app.snapshots.frames import FrameDecoder, FrameEncoder
 
@@ -37,7 +37,6 @@ PIECE_LIFE_S = 3_600  # of one that is not part of a whole snapshot
 READING_S = 600  # that the pieces of a snapshot stay after it is neither the newest nor the previous
 LOCK_S = 30  # without a piece, after which another replica may write
 
-_FAULTS = (RedisError, RedisClusterException, OSError, TimeoutError)
 
 # KEYS lock, newest, previous, then the new pieces; ARGV token, the new one, reading time, the tag.
 _SWITCH = """
@@ -141,7 +140,7 @@ class RedisStore:
         try:
             async with asyncio.timeout(self.timeout_s):
                 yield
-        except _FAULTS as error:
+        except REDIS_FAULTS as error:
             raise StoreFailed(f"{self.name}: {str(error) or type(error).__name__}") from error
 
 

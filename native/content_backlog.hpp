@@ -48,6 +48,8 @@ class ContentBacklog {
     ++size_;
   }
 
+  static constexpr size_t kSweptTogether = 32;
+
   // Whether `take` gives what lies close together.
   bool is_spread() const { return parts_[0].size <= kSpreadMin; }
   // Spreads about so many more: a chunk begun takes as long as some hundred records.
@@ -55,10 +57,10 @@ class ContentBacklog {
   // Takes out up to so many that lie close together, roughly in the order of their SimHashes.
   void take(size_t records, std::vector<Record>& out);
 
-  // Goes on with a cursor until it has seen `visits_max` or, then `is_done`, all; erases those of which
-  // drop(prefix) is true. Returns how many it saw.
-  template <class Drop>
-  size_t sweep(Cursor& cursor, size_t visits_max, Drop drop);
+  // Goes on with a cursor until it has seen `visits_max` or, then `is_done`, all; erases those that
+  // dead(prefixes), of up to kSweptTogether, has bits for. Returns how many it saw.
+  template <class Dead>
+  size_t sweep(Cursor& cursor, size_t visits_max, Dead dead);
   // The same, calling visit(record).
   template <class Visit>
   void walk(Cursor& cursor, size_t visits_max, Visit visit) const;
@@ -97,7 +99,15 @@ class ContentBacklog {
 
     Chunk& chunk(size_t i) const { return *static_cast<Chunk*>(chunks[i / kChunk].base()); }
     uint64_t simhash(size_t i) const { return chunk(i).simhash[i % kChunk]; }
-    uint64_t prefix(size_t i) const { return chunk(i).prefix[i % kChunk]; }
+    std::span<const uint64_t> prefixes(size_t i, size_t count) const {  // of one chunk
+      return {chunk(i).prefix + i % kChunk, count};
+    }
+    // What a sweep that stands at `i` comes to after next: it goes backwards, which nothing foretells.
+    void prefetch_swept(size_t i) const {
+      const size_t end = i - std::min(i, kSweptTogether);
+      for (size_t at = end - std::min(end, kSweptTogether); at < end; at += 8)
+        __builtin_prefetch(&chunk(at).prefix[at % kChunk]);
+    }
     Record at(size_t i) const {
       const Chunk& from = chunk(i);
       return {from.simhash[i % kChunk], from.content[i % kChunk], from.prefix[i % kChunk]};
@@ -183,20 +193,28 @@ inline void ContentBacklog::take(size_t records, std::vector<Record>& out) {
   size_ -= out.size();
 }
 
-template <class Drop>
-size_t ContentBacklog::sweep(Cursor& cursor, size_t visits_max, Drop drop) {
+template <class Dead>
+size_t ContentBacklog::sweep(Cursor& cursor, size_t visits_max, Dead dead) {
   size_t visits = 0;
-  for (; visits < visits_max && !is_done(cursor); ++visits) {
+  while (visits < visits_max && !is_done(cursor)) {
     Part& part = parts_[cursor.part];
     cursor.left = std::min(cursor.left, part.size);
     if (cursor.left == 0) {
       cursor = {cursor.part + 1, SIZE_MAX};
+      ++visits;
       continue;
     }
-    --cursor.left;
-    if (!drop(part.prefix(cursor.left))) continue;
-    part.erase(cursor.left);
-    --size_;
+    const size_t in_chunk = (cursor.left - 1) % kChunk + 1;
+    const size_t count = std::min({in_chunk, visits_max - visits, kSweptTogether});
+    cursor.left -= count;
+    visits += count;
+    part.prefetch_swept(cursor.left);
+    uint32_t found = dead(part.prefixes(cursor.left, count));
+    for (; found != 0; --size_) {  // from the last on: the last of the part takes the place of one
+      const unsigned last = std::bit_width(found) - 1;
+      found ^= uint32_t{1} << last;
+      part.erase(cursor.left + last);
+    }
   }
   return visits;
 }

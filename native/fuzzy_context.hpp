@@ -16,7 +16,8 @@
 // Removal. Only the prefix hash is known then, and a table from prefix to record would cost 5 bytes a block
 // and a fifth of the time of an insertion. So a prefix is put down as doomed, which hides it from every
 // answer at once, and a sweep that goes through the backlog and round the buckets, 16 records for each
-// removal, takes its record out: never more than about an eighth of the records are doomed. Members of chains
+// removal, takes its record out: never more than about an eighth of the records are doomed. Asleep, where a
+// record takes less, it is 6 for each, and a third at the most. Members of chains
 // leave at once. Whatever carries a doomed prefix is dead, wherever it lies; so a prefix that comes back
 // while it is doomed goes to the tables outright, which know what they have.
 //
@@ -41,6 +42,7 @@
 #include "content_chains.hpp"
 #include "content_hash.hpp"
 #include "content_rows.hpp"
+#include "doomed_set.hpp"
 #include "near_search.hpp"
 #include "near_table.hpp"
 #include "segmented_table.hpp"
@@ -59,7 +61,7 @@ class FuzzyContext {
   size_t size() const { return table_.size() + chains_.size() + backlog_.size(); }
   size_t backlog() const { return backlog_.size(); }
   bool is_awake() const { return awake_; }
-  size_t doomed() const { return doomed_[0].prefixes.size() + doomed_[1].prefixes.size(); }
+  size_t doomed() const { return doomed_[0].size() + doomed_[1].size(); }
   size_t crowded() const { return chains_.crowded(); }
   size_t chained() const { return chains_.size(); }
   size_t bytes() const;
@@ -108,47 +110,24 @@ class FuzzyContext {
   static constexpr size_t kRecordsPerBucketCrowded = 8;
   static constexpr size_t kBucketRecordsMax = 1'024;
   static constexpr size_t kVisitsPerRemoval = 16;
-  static constexpr size_t kInsertionsPerSplit = 16;  // at the least
-  static constexpr size_t kSplitsMin = 8;            // together they are cheaper than one by one
-  static constexpr size_t kPut = 1'024;              // in one go
-  static constexpr size_t kPutsPerInsertion = 2;     // at the least, once a backlog is long
-  static constexpr size_t kPendingPart = 64;         // of an awake context that waits, at the most
+  static constexpr size_t kVisitsPerRemovalAsleep = 6;  // most lies in the backlog, where it takes less
+  static constexpr size_t kInsertionsPerSplit = 16;     // at the least
+  static constexpr size_t kSplitsMin = 8;               // together they are cheaper than one by one
+  static constexpr size_t kPut = 1'024;                 // in one go
+  static constexpr size_t kPutsPerInsertion = 2;        // at the least, once a backlog is long
+  static constexpr size_t kPendingPart = 64;            // of an awake context that waits, at the most
   static constexpr size_t kPendingMax = 4 * kPut;
   static constexpr size_t kUnaskedMin = 65'536;
   // What a slice does at the most, and what between two looks at the clock.
   static constexpr size_t kDrainsPerSlice = 3;
   static constexpr size_t kSplitsPerSlice = 1'024, kSplitsTogether = 128;
   static constexpr size_t kSpreadPerSlice = 16'384, kSpreadTogether = 2'048;
-  static constexpr size_t kSweptTogether = 16;
+  static constexpr size_t kSweptTogether = ContentBacklog::kSweptTogether;
   static constexpr size_t kBatch = 128;
   static constexpr size_t kLag = 6;
 
-  struct Doomed {
-    uint64_t key;  // prefix hash
-    bool empty() const { return key == 0; }
-  };
-
-  // A set of prefix hashes with a bitmap in front, which answers most questions of a sweep from the cache.
-  struct Doom {
-    SegmentedTable<Doomed> prefixes;
-    std::vector<uint64_t> bitmap;
-
-    bool contains(uint64_t prefix) {
-      if (prefixes.size() == 0) return false;
-      const uint64_t bit = prefix & (bitmap.size() * 64 - 1);
-      return (bitmap[bit / 64] >> (bit % 64) & 1) != 0 && prefixes.find(prefix) != nullptr;
-    }
-    // `bits_max`: room for a bitmap, should the set be empty; it is not changed otherwise.
-    void add(uint64_t prefix, size_t bits_max) {
-      if (prefixes.size() == 0) bitmap.assign(std::bit_ceil(std::max<size_t>(64, bits_max)) / 64, 0);
-      const uint64_t bit = prefix & (bitmap.size() * 64 - 1);
-      bitmap[bit / 64] |= uint64_t{1} << (bit % 64);
-      prefixes.insert({prefix});
-    }
-    void remove(uint64_t prefix) { prefixes.erase(prefixes.find(prefix)); }
-  };
-
   bool is_doomed(uint64_t prefix) { return doomed_[0].contains(prefix) || doomed_[1].contains(prefix); }
+  uint32_t doomed_of(std::span<const uint64_t> prefixes);
   bool revive(uint64_t prefix);
   size_t pending_max() const { return std::clamp(size() / kPendingPart, kPut, kPendingMax); }
   void drain();
@@ -183,7 +162,7 @@ class FuzzyContext {
   unsigned bits_early_ = 0;  // a bucket was full: grow early up to so many bits, that may spread its records
   ContentChains chains_;
   // [0]: the pass of the sweep that is under way sees all of their records; [1]: the next one will.
-  std::array<Doom, 2> doomed_;
+  std::array<DoomedSet, 2> doomed_;
   // Where the sweep stands: in the backlog, then at these leading kBitsMax bits of chunk A.
   ContentBacklog::Cursor backlog_cursor_;
   uint32_t cursor_ = 0;
@@ -196,8 +175,7 @@ class FuzzyContext {
 inline size_t FuzzyContext::bytes() const {
   size_t bytes = backlog_.bytes() + table_.bytes() + chains_.bytes();
   bytes += (taken_.capacity() + come_back_.capacity()) * sizeof(Record);
-  for (const Doom& doomed : doomed_)
-    bytes += doomed.prefixes.bytes() + doomed.bitmap.capacity() * sizeof(uint64_t);
+  for (const DoomedSet& doomed : doomed_) bytes += doomed.bytes();
   for (const Pages& pages : trash_) bytes += pages.bytes();
   return bytes;
 }
@@ -208,10 +186,13 @@ inline void FuzzyContext::insert(std::span<const uint64_t> prefixes, std::span<c
   ++version_;
   come_back_.clear();
   const bool any_doomed = doomed() != 0;
+  uint32_t known = 0;
   for (size_t i = 0; i < prefixes.size(); ++i) {
+    if (any_doomed && i % kSweptTogether == 0)
+      known = doomed_of(prefixes.subspan(i, std::min(kSweptTogether, prefixes.size() - i)));
     if (prefixes[i] == 0) continue;
     const Record record{hashes[i].simhash, hashes[i].hash, prefixes[i]};
-    if (any_doomed && is_doomed(record.prefix))
+    if ((known >> i % kSweptTogether & 1) != 0)
       come_back_.push_back(record);
     else
       backlog_.add(record);
@@ -334,20 +315,48 @@ inline void FuzzyContext::grow(size_t insertions) {
 
 inline void FuzzyContext::remove(std::span<const uint64_t> prefixes) {
   ++version_;
-  for (const uint64_t prefix : prefixes) {
-    if (prefix == 0) continue;
-    const bool chained = chains_.contains(prefix);
-    if (chained) chains_.remove(prefix);
-    if (chained && backlog_.size() == 0) continue;
-    if (!is_doomed(prefix)) doomed_[1].add(prefix, size());
+  const size_t visits = table_.size() < backlog_.size() / 4 ? kVisitsPerRemovalAsleep : kVisitsPerRemoval;
+  for (DoomedSet& doomed : doomed_) doomed.give_back();
+  for (size_t begin = 0; begin < prefixes.size(); begin += kSweptTogether) {
+    const auto some = prefixes.subspan(begin, std::min(kSweptTogether, prefixes.size() - begin));
+    for (const uint64_t prefix : some) doomed_[1].prefetch_entry(prefix);
+    const uint32_t doomed = doomed_of(some);
+    for (size_t i = 0; i < some.size(); ++i) {
+      const uint64_t prefix = some[i];
+      if (prefix == 0) continue;
+      const bool chained = chains_.contains(prefix);
+      if (chained) chains_.remove(prefix);
+      if (chained && backlog_.size() == 0) continue;
+      // Once more: it may be named twice.
+      if ((doomed >> i & 1) == 0 && !doomed_[1].contains(prefix)) doomed_[1].add(prefix, size() / visits);
+    }
   }
-  sweep(prefixes.size() * kVisitsPerRemoval);
+  sweep(prefixes.size() * visits);
+}
+
+// As bits. What tells is fetched for all of them, step by step.
+inline uint32_t FuzzyContext::doomed_of(std::span<const uint64_t> prefixes) {
+  uint32_t found = 0;
+  for (DoomedSet& doomed : doomed_)
+    if (!doomed.empty())
+      for (const uint64_t prefix : prefixes) doomed.prefetch(prefix);
+  for (DoomedSet& doomed : doomed_) {
+    if (doomed.empty()) continue;
+    uint32_t likely = 0;
+    for (size_t i = 0; i < prefixes.size(); ++i)
+      likely |= static_cast<uint32_t>(doomed.may_contain(prefixes[i])) << i;
+    for (uint32_t left = likely; left != 0; left &= left - 1)
+      doomed.prefetch_entry(prefixes[std::countr_zero(left)]);
+    for (uint32_t left = likely; left != 0; left &= left - 1)
+      if (doomed.contains_likely(prefixes[std::countr_zero(left)])) found |= left & -left;
+  }
+  return found;
 }
 
 // True when it was doomed.
 inline bool FuzzyContext::revive(uint64_t prefix) {
   bool found = false;
-  for (Doom& doomed : doomed_)
+  for (DoomedSet& doomed : doomed_)
     if (doomed.contains(prefix)) {
       doomed.remove(prefix);
       found = true;
@@ -369,10 +378,10 @@ inline std::optional<Record> FuzzyContext::survivor_of(const Record& record) {
 // in the tables meanwhile, a pass sees every record.
 inline void FuzzyContext::sweep(size_t visits_max) {
   for (size_t visits = 0; visits < visits_max && doomed() != 0;) {
-    if (backlog_cursor_.is_at_start() && doomed_[0].prefixes.size() == 0) std::swap(doomed_[0], doomed_[1]);
+    if (backlog_cursor_.is_at_start() && doomed_[0].empty()) std::swap(doomed_[0], doomed_[1]);
     if (!backlog_.is_done(backlog_cursor_)) {
       visits += backlog_.sweep(backlog_cursor_, visits_max - visits,
-                               [this](uint64_t prefix) { return is_doomed(prefix); });
+                               [this](std::span<const uint64_t> prefixes) { return doomed_of(prefixes); });
       continue;
     }
     const unsigned below = NearTable::kBitsMax - table_.bits();
@@ -387,7 +396,7 @@ inline void FuzzyContext::sweep(size_t visits_max) {
     if (cursor_ >> NearTable::kBitsMax == 0) continue;
     cursor_ = 0;
     backlog_cursor_ = {};
-    doomed_[0].prefixes = {};
+    doomed_[0].clear();
   }
 }
 
@@ -454,13 +463,13 @@ inline bool FuzzyContext::dismantle() {
   if (!std::exchange(released_, true)) {
     table_.release_into(trash_);
     backlog_.release_into(trash_);
+    for (DoomedSet& doomed : doomed_) doomed.clear();
   }
   if (!trash_.empty()) {
     trash_.pop_back();
     return false;
   }
-  return chains_.dismantle(1) && doomed_[0].prefixes.dismantle(1, [](const Doomed&) {}) &&
-         doomed_[1].prefixes.dismantle(1, [](const Doomed&) {});
+  return chains_.dismantle(1) && doomed_[0].give_back() && doomed_[1].give_back();
 }
 
 }  // namespace kvindexer

@@ -61,13 +61,16 @@ class SegmentedTable {
     if (size_ != 0 || directory_bits_ != 0) return;
     constexpr size_t kBitsMax = 16;
     const size_t full = kSegmentPagesMax * Pages::kPageBytes / sizeof(Entry) * 3 / 4;
-    while (directory_bits_ < kBitsMax && (entries >> directory_bits_) > full) ++directory_bits_;
-    const size_t each = entries >> directory_bits_;
+    unsigned bits = 0;
+    while (bits < kBitsMax && (entries >> bits) > full) ++bits;
+    const size_t each = entries >> bits;
     const size_t uneven = 4 * static_cast<size_t>(std::sqrt(static_cast<double>(each)));
+    directory_.resize(
+        size_t{1} << bits);  // what is behind the first stays unread, should there be no more memory
+    segments_.resize(size_t{1} << bits);
+    directory_bits_ = bits;
     first_pages_ =
         std::min(kSegmentPagesMax, pages_for(static_cast<uint32_t>(std::min(each + uneven, full))));
-    segments_.resize(size_t{1} << directory_bits_);
-    directory_.resize(segments_.size());
     for (uint32_t index = 0; index < segments_.size(); ++index) {
       directory_[index] = index;
       segments_[index].depth = directory_bits_;
@@ -349,11 +352,12 @@ class SegmentedTable {
       }
       pages += 1 + tail * sizeof(Entry) / Pages::kPageBytes;
     }
+    const size_t written = std::min(segment.memory.bytes(), pages * Pages::kPageBytes);  // the rest is zero
     page_bytes_ -= segment.memory.bytes();
     segment.memory.resize(pages);
     page_bytes_ += segment.memory.bytes();
     Entry* const slots = segment.slots();
-    std::memset(static_cast<void*>(slots), 0, segment.memory.bytes());
+    std::memset(static_cast<void*>(slots), 0, written);
     uint32_t place = 0;
     for (size_t i = 0; i < count; ++i) {
       place = std::max(segment.home(entries[i].key), place);

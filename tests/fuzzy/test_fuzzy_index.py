@@ -255,6 +255,24 @@ def test_removals_are_swept_and_their_memory_is_used_again(state: str) -> None:
     assert sizes[-1] <= sizes[2] * 1.2
 
 
+@pytest.mark.parametrize("oldest_first", [True, False])
+def test_asleep_a_block_takes_no_more_than_forty_bytes_as_others_come_and_go(oldest_first: bool) -> None:
+    chance = random.Random(10)
+    index = FuzzyIndex(FuzzyLimits())
+    assert index.add_context(CONTEXT, BLOCK)
+    live, batch = 102_400, 256
+    held: list[bytes] = []
+    for turn in range(4 * live // batch):
+        held.append(chance.randbytes(8 * batch))
+        index.store(CONTEXT, held[-1], chance.randbytes(4 * BLOCK * batch))
+        if len(held) > live // batch:
+            index.remove(CONTEXT, held.pop(0 if oldest_first else chance.randrange(len(held))))
+            assert index.stats().bytes / live < 40, turn
+    assert set(index.prefix_hashes(CONTEXT)) == {
+        int.from_bytes(each[at : at + 8], "little") for each in held for at in range(0, 8 * batch, 8)
+    }
+
+
 def test_what_goes_and_comes_back_at_once_does_not_pile_up() -> None:
     """Asleep, nothing is looked up: a block that is stored again before it was swept must not stay twice for ever."""
     chance = random.Random(6)

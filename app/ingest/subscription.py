@@ -23,8 +23,6 @@ class FollowedPod:
 
 @dataclasses.dataclass(slots=True)
 class ReceiverCounters:
-    """Written by the receiver thread only."""
-
     messages: int = 0
     message_bytes: int = 0
     messages_malformed: int = 0
@@ -35,7 +33,7 @@ class ReceiverCounters:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Subscription:
-    """One stream and its sockets; the receiver thread's own."""
+    """One stream and its sockets; the receiver's own."""
 
     stream: Stream
     publisher: Endpoint

@@ -1,4 +1,4 @@
-"""The feed between the receiver thread and a writer that has no room now and then."""
+"""The feed between the receiver and a writer that has no room now and then."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 
 from app.ingest.actions import Deliver, Report
 from app.ingest.feed import Feed, QueueLimits, Stream
+from app.ingest.turns import Turns
 from app.ingest.vllm import decode_batch
 from app.ingest.zmq import ZmqIngest
 from app.pods import PodSpec, SourceState
@@ -28,7 +29,7 @@ class Gate:
 
 
 class Bench:
-    """A feed on the running loop, put into from the same thread."""
+    """A feed on the running loop."""
 
     def __init__(self, room: int) -> None:
         self.ledger = Ledger()
@@ -39,7 +40,7 @@ class Bench:
             self.ledger,
             decode_batch,
             QueueLimits(queue_batches_max=BATCHES_MAX),
-            asyncio.get_running_loop(),
+            Turns(asyncio.get_running_loop(), slice_s=0.00025),
             self._resume,
             is_blocked=self.gate.is_blocked,
         )
@@ -93,7 +94,7 @@ def test_reading_stops_at_the_bound_and_goes_on_when_there_is_room() -> None:
         bench.feed.flush()
         await bench.rest()
         assert bench.applied == []
-        assert bench.feed.is_full(), "the thread stops reading, and the publisher's own queue fills"
+        assert bench.feed.is_full(), "the receiver stops reading, and the publisher's own queue fills"
         assert (bench.feed.pauses, bench.resumed) == (1, 0)
         bench.gate.room = BATCHES_MAX // 2
         bench.feed.flush()

@@ -27,6 +27,7 @@ from app.ingest.receiver import Receiver
 from app.ingest.sequence import SequenceLimits
 from app.ingest.sockets import SocketLimits
 from app.ingest.subscription import FollowedPod
+from app.ingest.turns import Turns
 from app.ingest.vllm import decode_batch
 from app.ingest.zmq import ZmqIngest, ZmqSettings
 from app.pods import PodSpec, SourceState
@@ -140,17 +141,15 @@ class Scene:
 
 @contextmanager
 def scene(settings: ZmqSettings = SETTINGS) -> Iterator[Scene]:
-    """Inside a running loop. At the end the ingest leaves no thread and no descriptor behind."""
+    """Inside a running loop."""
     ledger = Ledger()
     ingest = ZmqIngest(ledger, settings)
     ingest.start()
     try:
         yield Scene(ledger, ingest)
-        assert ingest.is_alive
         assert ingest.counters()["faults"] == 0
     finally:
         ingest.stop()
-    assert "zmq-ingest" not in {thread.name for thread in threading.enumerate()}
 
 
 def spec(publisher: Publisher, name: str = "pod", **changes: object) -> PodSpec:
@@ -552,7 +551,23 @@ def test_an_event_that_may_have_taken_blocks_away_degrades_when_it_cannot_be_rea
 
 def test_a_full_queue_stops_the_reading_and_loses_nothing(publishers: Callable[..., Publisher]) -> None:
     publisher = publishers()
-    settings = dataclasses.replace(SETTINGS, queue=QueueLimits(queue_batches_max=8, drain_slice_s=0.0))
+    settings = dataclasses.replace(SETTINGS, queue=QueueLimits(queue_batches_max=8), slice_s=0.01)
+
+    async def run() -> None:
+        with scene(settings) as at:
+            at.ingest.pod_added(spec(publisher))
+            await at.until_exact(publisher)
+            publisher.publish(3_000)
+            await at.until_exact(publisher)
+            assert at.ingest.counters()["queue_full_pauses"] > 0
+            assert at.ingest.queued_batches == at.ingest.queued_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_others_have_their_turn_between_two_slices(publishers: Callable[..., Publisher]) -> None:
+    publisher = publishers()
+    settings = dataclasses.replace(SETTINGS, slice_s=0.0)
 
     async def run() -> None:
         with scene(settings) as at:
@@ -564,11 +579,8 @@ def test_a_full_queue_stops_the_reading_and_loses_nothing(publishers: Callable[.
                 await asyncio.sleep(0)
                 turns += 1
             await at.until_exact(publisher)
-            counters = at.ingest.counters()
-            assert counters["queue_full_pauses"] > 0
-            assert counters["drain_slices"] >= 3_000, "a slice of no time is one batch"
-            assert turns >= 1_500, "others have their turn between the slices"
-            assert at.ingest.queued_batches == at.ingest.queued_bytes == 0
+            assert at.ingest.counters()["drain_slices"] >= 3_000, "a slice of no time is one batch"
+            assert turns >= 12_000, "as many to read as to apply, and two rounds of the loop for each"
 
     asyncio.run(run())
 
@@ -588,13 +600,13 @@ def test_a_queue_is_bounded_in_bytes_too(publishers: Callable[..., Publisher]) -
     asyncio.run(run())
 
 
-def test_a_socket_has_its_turn_in_bytes_too(publishers: Callable[..., Publisher]) -> None:
+def test_one_message_passes_the_bound_of_a_queue(publishers: Callable[..., Publisher]) -> None:
     publisher = publishers()
     payload = payload_of(0) + bytes(100_000)  # that it cannot be read is found out behind the queue
     settings = dataclasses.replace(
         SETTINGS,
-        queue=QueueLimits(queue_bytes_max=1_000, drain_slice_s=0.0),
-        sockets=dataclasses.replace(SOCKETS, read_bytes_per_round_max=200_000),
+        queue=QueueLimits(queue_bytes_max=1_000),
+        slice_s=0.0,
     )
 
     async def run() -> None:
@@ -607,7 +619,7 @@ def test_a_socket_has_its_turn_in_bytes_too(publishers: Callable[..., Publisher]
             while len(at.ledger.entry().seqs) < 100:
                 most = max(most, at.ingest.queued_bytes)
                 await asyncio.sleep(0)
-            assert most < 400_000, "what one turn brings, and not what the socket holds"
+            assert most <= 1_000 + len(payload), "the message that passes it, and not what the socket holds"
 
     asyncio.run(run())
 
@@ -877,11 +889,10 @@ def test_a_fault_of_our_own_costs_its_source_a_fresh_start_and_no_other(
 
     async def run() -> None:
         ledger = Ledger()
-        feed = FaultyFeed(
-            ledger, decode_batch, QueueLimits(), asyncio.get_running_loop(), lambda: receiver.wake()
-        )
+        turns = Turns(asyncio.get_running_loop(), slice_s=0.001)
+        feed = FaultyFeed(ledger, decode_batch, QueueLimits(), turns, lambda: receiver.wake())
         feed.failures = failures
-        receiver = Receiver(feed, SEQUENCE, SOCKETS)
+        receiver = Receiver(feed, turns, SEQUENCE, SOCKETS)
         receiver.follow(followed("faulty", faulty))
         receiver.follow(followed("other", other, known))
         receiver.start()
@@ -892,7 +903,6 @@ def test_a_fault_of_our_own_costs_its_source_a_fresh_start_and_no_other(
                 lambda: ledger.is_exact(other, "other"), "the other never noticed, or has all of it again"
             )
             assert receiver.counters.faults == failures
-            assert receiver.is_alive
             assert set(ledger.entry("faulty").resets) == {False}
             assert ledger.entry("other").resets == [] or failures > 1
         finally:

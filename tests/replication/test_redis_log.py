@@ -31,7 +31,9 @@ SECRETS = ("s3cret", "4711", "hidden")
 def test_a_url_that_cannot_be_used_is_not_repeated(url: str, cluster: bool) -> None:
     with pytest.raises(InvalidSettings, match="cannot be used") as caught:
         RedisLog(url, cluster=cluster, namespace="test", timeout_s=1.0)
-    assert caught.value.__context__ is None or caught.value.__suppress_context__, "a traceback shows what the client says"
+    assert caught.value.__context__ is None or caught.value.__suppress_context__, (
+        "a traceback shows what the client says"
+    )
     assert not any(secret in str(caught.value) for secret in SECRETS), str(caught.value)
 
 

@@ -42,7 +42,7 @@ class ZmqSettings:
     sequence: SequenceLimits = dataclasses.field(default_factory=SequenceLimits)
     queue: QueueLimits = dataclasses.field(default_factory=QueueLimits)
     sockets: SocketLimits = dataclasses.field(default_factory=SocketLimits)
-    slice_s: float = 0.00025  # of the loop's time, for reading or for draining, between two rounds of others
+    slice_s: float = 0.00015  # of the loop's time, for reading or for draining, between two rounds of others
 
 
 class ZmqIngest:

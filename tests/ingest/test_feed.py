@@ -40,7 +40,7 @@ class Bench:
             self.ledger,
             decode_batch,
             QueueLimits(queue_batches_max=BATCHES_MAX),
-            Turns(asyncio.get_running_loop(), slice_s=0.00025),
+            Turns(asyncio.get_running_loop(), slice_s=0.00015),
             self._resume,
             is_blocked=self.gate.is_blocked,
         )

@@ -36,7 +36,7 @@ from app.ingest.handshakes import Handshakes
 from app.ingest.replays import Replays
 from app.ingest.sequence import SequenceCounters, SequenceLimits, SequenceTracker
 from app.ingest.sockets import SocketLimits, Sockets
-from app.ingest.subscription import FollowedPod, ReceiverCounters, Subscription
+from app.ingest.subscription import FollowedPod, FollowedStream, ReceiverCounters, Subscription
 from app.ingest.turns import Turns
 from app.ingest.vllm import END_SEQ, parse_live, parse_replay_reply
 from app.ingest.window import HoldBudget
@@ -45,6 +45,7 @@ from app.pods import SourceState
 logger = logging.getLogger(__name__)
 
 
+_WAIT_MIN_S = 0.001  # loops count in milliseconds, and less may be nothing to them
 _BROKEN_S = 1.0  # before a receiver that failed as a whole starts over: a fault that comes back must not spin
 
 
@@ -61,14 +62,14 @@ class Receiver:
         self._budget = HoldBudget(limits.held_bytes_max)
         self._wanted: dict[str, FollowedPod] = {}
         self._wanted_changed = False
-        self._subscriptions: dict[FollowedPod, tuple[Subscription, ...]] = {}
+        self._subscriptions: dict[FollowedPod, list[Subscription]] = {}  # of a pod, those that were opened
 
         self._sockets = Sockets(limits)
         self._replays = Replays(self._sockets, limits.replays_max, self.counters)
-        self._opening: deque[tuple[FollowedPod, Subscription]] = deque()  # since the last change of `_wanted`
-        self._unread: dict[zmq.Socket[bytes], Subscription] = {}  # may have something to read
-        self._ticking: deque[Subscription] = deque()
+        self._opening: deque[tuple[FollowedPod, FollowedStream]] = deque()
+        self._ticking: deque[tuple[FollowedPod, Subscription]] = deque()
         self._next_tick_s = 0.0
+        self._unread: dict[zmq.Socket[bytes], Subscription] = {}  # may have something to read
 
         self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
         self._alarm: asyncio.TimerHandle | None = None
@@ -143,15 +144,23 @@ class Receiver:
         now = time.monotonic()
         if now >= self._next_tick_s and not self._ticking:
             self._next_tick_s = now + self._limits.tick_interval_s
-            self._ticking.extend(each for several in self._subscriptions.values() for each in several)
+            self._ticking.extend(
+                (pod, subscription)
+                for pod, subscriptions in self._subscriptions.items()
+                for subscription in subscriptions
+            )
         is_full = False
         while self._opening or self._ticking or self._unread:
             if self._opening:
-                pod, subscription = self._opening.popleft()
+                pod, followed = self._opening.popleft()
                 if pod in self._subscriptions:
+                    subscription = self._subscription(pod, *followed, now)
+                    self._subscriptions[pod].append(subscription)
                     self._open(subscription, now)
             elif self._ticking:
-                self._guarded(self._ticking.popleft(), None, stop_at_s)
+                pod, subscription = self._ticking.popleft()
+                if pod in self._subscriptions:
+                    self._guarded(subscription, None, stop_at_s)
             elif is_full := self._feed.is_full():
                 break
             else:
@@ -203,7 +212,7 @@ class Receiver:
             self._listening = self._sockets.fileno()
             self._loop.add_reader(self._listening, self.wake)
             if self._subscriptions:
-                self._wait(max(0.0, self._next_tick_s - time.monotonic()))
+                self._wait(max(_WAIT_MIN_S, self._next_tick_s - time.monotonic()))
 
     def _wait(self, seconds: float) -> None:
         if self._loop is not None:
@@ -226,12 +235,10 @@ class Receiver:
         wanted = dict.fromkeys(self._wanted.values())
         for pod in [pod for pod in self._subscriptions if pod not in wanted]:
             self._close_pod(pod)
-        now = time.monotonic()
         for pod in wanted:
             if pod not in self._subscriptions:
-                subscriptions = tuple(self._subscription(pod, *stream, now) for stream in pod.streams)
-                self._subscriptions[pod] = subscriptions
-                self._opening.extend((pod, subscription) for subscription in subscriptions)
+                self._subscriptions[pod] = []
+                self._opening.extend((pod, followed) for followed in pod.streams)
 
     def _subscription(
         self, pod: FollowedPod, stream: Stream, publisher: Endpoint, replay: Endpoint | None, now: float

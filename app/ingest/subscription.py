@@ -11,14 +11,17 @@ from app.ingest.feed import Stream
 from app.ingest.handshakes import Handshakes
 from app.ingest.sequence import SequenceTracker
 
+FollowedStream = tuple[Stream, Endpoint, Endpoint | None]
+"""With its publisher and its replay."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class FollowedPod:
-    """Streams with their endpoints (publisher, replay), all with the same topic. Equal only to itself."""
+    """Its streams have the same topic. Equal only to itself."""
 
     name: str
     topic: bytes
-    streams: tuple[tuple[Stream, Endpoint, Endpoint | None], ...]
+    streams: tuple[FollowedStream, ...]
 
 
 @dataclasses.dataclass(slots=True)

@@ -109,6 +109,55 @@ def test_reading_stops_at_the_bound_and_goes_on_when_there_is_room() -> None:
     asyncio.run(play())
 
 
+def test_what_is_queued_at_the_end_is_not_applied() -> None:
+    async def play() -> None:
+        bench = Bench(room=100)
+        bench.put(0, 1)
+        bench.feed.flush()
+        bench.feed.close()
+        await bench.rest()
+        assert bench.applied == []
+        assert (bench.feed.queued_batches, bench.feed.queued_bytes) == (0, 0)
+
+    asyncio.run(play())
+
+
+def test_replies_that_wait_for_room_are_not_overdue() -> None:
+    async def play() -> None:
+        publisher = Publisher()
+        try:
+            publisher.publish(30)
+            ledger = Ledger()
+            gate = Gate(ledger, room=0)
+            settings = dataclasses.replace(SETTINGS, queue=QueueLimits(queue_batches_max=4))
+            ingest = ZmqIngest(ledger, settings, is_blocked=gate.is_blocked)
+            at = Scene(ledger, ingest)
+            ingest.pod_added(
+                PodSpec(
+                    "pod",
+                    "m",
+                    zmq_endpoint=f"tcp://127.0.0.1:{publisher.port}",
+                    replay_endpoint=f"tcp://127.0.0.1:{publisher.replay_port}",
+                )
+            )
+            ingest.start()
+            try:
+                await at.until(lambda: ingest.counters()["queue_full_pauses"] == 1, "the replay fills it")
+                await asyncio.sleep(3 * SETTINGS.sequence.replay_timeout_s)
+                assert ingest.counters()["queue_full_pauses"] == 1, "one pause, however long"
+                gate.room = 1_000
+                ingest.unblocked()
+                await at.until_exact(publisher)
+                assert ingest.counters()["replay_timeouts"] == 0
+                assert ledger.entry().replays == 1
+            finally:
+                ingest.stop()
+        finally:
+            publisher.kill()
+
+    asyncio.run(play())
+
+
 def test_a_stream_whose_writer_was_blocked_is_exact_afterwards() -> None:
     async def play() -> None:
         publisher = Publisher()

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import msgspec
 import pytest
+import uvloop
 import zmq
 
 from app.endpoints import Endpoint
@@ -835,6 +836,69 @@ def test_more_replays_than_may_run_at_once_take_turns(publishers: Callable[..., 
                 await at.until_exact(publisher, f"pod-{number}")
 
     asyncio.run(run())
+
+
+def test_every_socket_is_told_of_in_its_turn(
+    publishers: Callable[..., Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.ingest.sockets._TOLD_MAX", 1)
+    fleet = [publishers() for _ in range(4)]
+
+    async def run() -> None:
+        with scene() as at:
+            for number, publisher in enumerate(fleet):
+                at.ingest.pod_added(spec(publisher, name=f"pod-{number}"))
+            for _ in range(20):
+                for publisher in fleet:
+                    publisher.publish(5)
+                await asyncio.sleep(0)
+            for number, publisher in enumerate(fleet):
+                await at.until_exact(publisher, f"pod-{number}")
+
+    asyncio.run(run())
+
+
+def test_pods_that_go_while_others_are_being_followed(publishers: Callable[..., Publisher]) -> None:
+    publisher = publishers()
+    publisher.publish(3)
+    settings = dataclasses.replace(SETTINGS, slice_s=0.0)  # one is opened in a turn
+
+    async def run() -> None:
+        with scene(settings) as at:
+            before = len(os.listdir("/proc/self/fd"))
+            for number in range(40):
+                at.ingest.pod_added(spec(publisher, name=f"pod-{number}", dp_size=1))
+            await at.until(lambda: len(os.listdir("/proc/self/fd")) > before + 10, "some are open")
+            for number in range(39):
+                at.ingest.pod_removed(f"pod-{number}")
+                del at.ledger.sources[f"pod-{number}", 0]
+            await at.until_exact(publisher, "pod-39")
+            await asyncio.sleep(5 * SOCKETS.tick_interval_s)
+            publisher.publish(3)
+            await at.until_exact(publisher, "pod-39")
+            assert set(at.ledger.sources) == {("pod-39", 0)}, "of who is gone nothing is told"
+            await at.until(lambda: len(os.listdir("/proc/self/fd")) < before + 10, "nor is anything open")
+
+    asyncio.run(run())
+
+
+def test_on_the_loop_that_serves(publishers: Callable[..., Publisher]) -> None:
+    publisher = publishers()
+    publisher.publish(20)
+
+    async def run() -> None:
+        with scene() as at:
+            at.ingest.pod_added(spec(publisher))
+            for _ in range(3):
+                await at.until_exact(publisher)
+                await asyncio.sleep(2 * SOCKETS.tick_interval_s)  # it listens, and ticks
+                publisher.publish(5)
+            publisher.restart_in_place()
+            publisher.publish(3)
+            await at.until_exact(publisher)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
 
 
 def test_pods_added_before_the_start_are_followed(publishers: Callable[..., Publisher]) -> None:

@@ -122,6 +122,27 @@ def test_what_is_queued_at_the_end_is_not_applied() -> None:
     asyncio.run(play())
 
 
+def test_a_report_that_fails_does_not_keep_the_others_waiting() -> None:
+    async def play() -> None:
+        bench = Bench(room=100)
+        bench.put(*range(BATCHES_MAX // 2))
+        bench.ledger.refused_pods.add("pod")
+        bench.ledger.set_source_state = fail  # type: ignore[method-assign]
+        assert bench.feed.queued_batches == BATCHES_MAX // 2
+        loop = asyncio.get_running_loop()
+        failures: list[object] = []
+        loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
+        bench.feed.flush()
+        await bench.rest()
+        assert bench.feed.queued_batches == 0
+        assert len(failures) == BATCHES_MAX // 2
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("made by the test")
+
+    asyncio.run(play())
+
+
 def test_replies_that_wait_for_room_are_not_overdue() -> None:
     async def play() -> None:
         publisher = Publisher()

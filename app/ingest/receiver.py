@@ -140,43 +140,58 @@ class Receiver:
     def _go_on(self, stop_at_s: float) -> bool:
         """True when there is more to do at once."""
         self._follow_wanted()
-        self._unread |= self._sockets.poll()
         now = time.monotonic()
-        if now >= self._next_tick_s and not self._ticking:
+        is_tick = now >= self._next_tick_s and not self._ticking
+        # A tick takes what is not told for silence: before it, every socket that has something is known.
+        self._unread |= self._sockets.poll(all_of_them=is_tick)
+        if is_tick:
             self._next_tick_s = now + self._limits.tick_interval_s
             self._ticking.extend(
                 (pod, subscription)
                 for pod, subscriptions in self._subscriptions.items()
                 for subscription in subscriptions
             )
-        is_full = False
-        while self._opening or self._ticking or self._unread:
+        self._open_and_tick(now, stop_at_s)
+        is_full = self._read_some(stop_at_s)
+        self._feed.flush()
+        if self._opening or self._ticking or (self._unread and not is_full):
+            return True
+        if is_full:
+            self._wait(self._limits.tick_interval_s)  # or until the feed has room
+        else:
+            self._rest()
+        return False
+
+    def _open_and_tick(self, now: float, stop_at_s: float) -> None:
+        """While something waits to be read, for half of the slice: with many sources, or a loop that is busy with others,
+        the next tick is due when the last of this one is done."""
+        if self._unread:
+            stop_at_s = (time.perf_counter() + stop_at_s) / 2
+        while self._opening or self._ticking:
             if self._opening:
                 pod, followed = self._opening.popleft()
                 if pod in self._subscriptions:
                     subscription = self._subscription(pod, *followed, now)
                     self._subscriptions[pod].append(subscription)
                     self._open(subscription, now)
-            elif self._ticking:
+            else:
                 pod, subscription = self._ticking.popleft()
                 if pod in self._subscriptions:
                     self._guarded(subscription, None, stop_at_s)
-            elif is_full := self._feed.is_full():
-                break
-            else:
-                item = next(iter(self._unread))
-                subscription = self._unread.pop(item)
-                if not item.closed and self._guarded(subscription, item, stop_at_s):
-                    self._unread[item] = subscription  # behind all others
+            if time.perf_counter() >= stop_at_s:
+                return
+
+    def _read_some(self, stop_at_s: float) -> bool:
+        """True when something is left because the feed is full."""
+        while self._unread:
+            if self._feed.is_full():
+                return True
+            item = next(iter(self._unread))
+            subscription = self._unread.pop(item)
+            if not item.closed and self._guarded(subscription, item, stop_at_s):
+                self._unread[item] = subscription  # behind all others
             if time.perf_counter() >= stop_at_s:
                 break
-        self._feed.flush()
-        if is_full:
-            self._wait(self._limits.tick_interval_s)  # or until the feed has room
-            return False
-        if self._opening or self._ticking or self._unread:
-            return True
-        self._rest()
         return False
 
     def _guarded(self, subscription: Subscription, item: zmq.Socket[bytes] | None, stop_at_s: float) -> bool:

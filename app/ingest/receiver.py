@@ -185,7 +185,8 @@ class Receiver:
         """True when something is left because the feed is full."""
         while self._unread:
             if self._feed.is_full():
-                return True
+                self._read_monitors(stop_at_s)
+                return bool(self._unread)
             item = next(iter(self._unread))
             subscription = self._unread.pop(item)
             if not item.closed and self._guarded(subscription, item, stop_at_s):
@@ -193,6 +194,15 @@ class Receiver:
             if time.perf_counter() >= stop_at_s:
                 break
         return False
+
+    def _read_monitors(self, stop_at_s: float) -> None:
+        """Those are read when the feed is full, too: ZMQ's thread waits for ever at a monitor that has no room, for all
+        sources, and whoever closes such a socket waits for that thread."""
+        for item, subscription in list(self._unread.items()):
+            if item.closed or item is subscription.monitor:
+                del self._unread[item]
+                if not item.closed:
+                    self._guarded(subscription, item, stop_at_s)
 
     def _guarded(self, subscription: Subscription, item: zmq.Socket[bytes] | None, stop_at_s: float) -> bool:
         """A step for one source; True when its socket may have more. The edge of its work: its fault costs that source a
@@ -213,6 +223,7 @@ class Receiver:
             subscription.tracker.close()
             self._feed.put(stream, Report(SourceState.DOWN, cause="the receiver failed; see the log"))
             self._feed.put(stream, Reset(restarted=False, cause="the receiver failed"))
+            subscription.told = ""
             subscription.tracker = self._tracker(subscription.replay, now)
             subscription.reopen_at_s = now + self._limits.reopen_interval_s
         return False
@@ -261,7 +272,7 @@ class Receiver:
         tracker = self._tracker(replay, now, stream.resume_at)
         stream.resume_at = None  # a tracker that is made anew comes behind a reset
         handshakes_ = Handshakes(str(publisher), self._limits.handshake_patience_s)
-        return Subscription(stream, publisher, replay, pod.topic, tracker, handshakes_)
+        return Subscription(stream, publisher, replay, pod.topic, tracker, handshakes_, told=stream.cause)
 
     def _tracker(
         self, replay: Endpoint | None, now: float, resume_at: tuple[int, int] | None = None
@@ -418,10 +429,13 @@ class Receiver:
             elif isinstance(action, StopReplay):
                 self._replays.stop(subscription, now)
             else:
+                if isinstance(action, Report):
+                    subscription.told = action.cause
                 self._feed.put(subscription.stream, action)
 
     def _report_down(self, subscription: Subscription, cause: str) -> None:
-        if subscription.stream.cause != cause:
+        if subscription.told != cause:
+            subscription.told = cause
             self._feed.put(subscription.stream, Report(SourceState.DOWN, cause=cause))
 
     # -- opening and closing

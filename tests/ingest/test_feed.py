@@ -174,8 +174,7 @@ def test_monitors_are_read_while_the_feed_is_full() -> None:
                     SETTINGS.sockets,
                     reconnect_interval_s=0.001,
                     reconnect_interval_s_max=0.001,
-                    reopen_interval_s=3_600.0,
-                    handshake_patience_s=0.0,
+                    handshake_patience_s=0.3,
                 ),
             )
             gate = Gate(ledger, room=0)

@@ -889,6 +889,24 @@ def test_what_came_while_the_loop_stood_still_is_not_overdue(
         go_on.set()
 
 
+def test_a_source_that_floods_leaves_the_others_their_turn(publishers: Callable[..., Publisher]) -> None:
+    flooding, other = publishers(), publishers()
+    settings = dataclasses.replace(SETTINGS, slice_s=0.0)
+
+    async def run() -> None:
+        with scene(settings) as at:
+            at.ingest.pod_added(spec(flooding, name="flooding"))
+            at.ingest.pod_added(spec(other))
+            await at.until_exact(flooding, "flooding")
+            await at.until_exact(other)
+            flooding.publish(4_000)
+            other.publish(5)
+            await at.until(lambda: len(at.ledger.entry().seqs) == 5, "the other is served in between")
+            assert len(at.ledger.entry("flooding").seqs) < 2_000
+
+    asyncio.run(run())
+
+
 def test_ticks_that_take_longer_than_their_interval_leave_the_reading_its_turn(
     publishers: Callable[..., Publisher],
 ) -> None:

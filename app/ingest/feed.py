@@ -148,14 +148,19 @@ class Feed:
 
     def _drain(self, stop_at_s: float) -> bool:
         self.counters.drain_slices += 1
-        while self._queue and not self._is_blocked():
-            self._take()
-            if time.perf_counter() >= stop_at_s:
-                break
-        if self._reading_paused and not self._fills(0.5):
-            self._reading_paused = False
-            self._resume_reading()
-        return bool(self._queue) and not self._is_blocked()
+        try:
+            while self._queue and not self._is_blocked():
+                self._take()
+                if time.perf_counter() >= stop_at_s:
+                    break
+        finally:
+            # Whatever failed: the others that are queued have waited long enough.
+            if self._queue and not self._is_blocked():
+                self.flush()
+            if self._reading_paused and not self._fills(0.5):
+                self._reading_paused = False
+                self._resume_reading()
+        return False  # it has asked
 
     def _take(self) -> None:
         stream, action = self._queue.popleft()

@@ -140,44 +140,69 @@ class Receiver:
     def _go_on(self, stop_at_s: float) -> bool:
         """True when there is more to do at once."""
         self._follow_wanted()
-        self._unread |= self._sockets.poll()
         now = time.monotonic()
-        if now >= self._next_tick_s and not self._ticking:
+        is_tick = now >= self._next_tick_s and not self._ticking
+        # A tick takes what is not told for silence: before it, every socket that has something is known.
+        self._unread |= self._sockets.poll(all_of_them=is_tick)
+        if is_tick:
             self._next_tick_s = now + self._limits.tick_interval_s
             self._ticking.extend(
                 (pod, subscription)
                 for pod, subscriptions in self._subscriptions.items()
                 for subscription in subscriptions
             )
-        is_full = False
-        while self._opening or self._ticking or self._unread:
+        self._open_and_tick(now, stop_at_s)
+        is_full = self._read_some(stop_at_s)
+        self._feed.flush()
+        if self._opening or self._ticking or (self._unread and not is_full):
+            return True
+        if is_full:
+            self._wait(self._limits.tick_interval_s)  # or until the feed has room
+        else:
+            self._rest()
+        return False
+
+    def _open_and_tick(self, now: float, stop_at_s: float) -> None:
+        """While something waits to be read, for half of the slice: with many sources, or a loop that is busy with others,
+        the next tick is due when the last of this one is done."""
+        if self._unread:
+            stop_at_s = (time.perf_counter() + stop_at_s) / 2
+        while self._opening or self._ticking:
             if self._opening:
                 pod, followed = self._opening.popleft()
                 if pod in self._subscriptions:
                     subscription = self._subscription(pod, *followed, now)
                     self._subscriptions[pod].append(subscription)
                     self._open(subscription, now)
-            elif self._ticking:
+            else:
                 pod, subscription = self._ticking.popleft()
                 if pod in self._subscriptions:
                     self._guarded(subscription, None, stop_at_s)
-            elif is_full := self._feed.is_full():
-                break
-            else:
-                item = next(iter(self._unread))
-                subscription = self._unread.pop(item)
-                if not item.closed and self._guarded(subscription, item, stop_at_s):
-                    self._unread[item] = subscription  # behind all others
+            if time.perf_counter() >= stop_at_s:
+                return
+
+    def _read_some(self, stop_at_s: float) -> bool:
+        """True when something is left because the feed is full."""
+        while self._unread:
+            if self._feed.is_full():
+                self._read_monitors(stop_at_s)
+                return bool(self._unread)
+            item = next(iter(self._unread))
+            subscription = self._unread.pop(item)
+            if not item.closed and self._guarded(subscription, item, stop_at_s):
+                self._unread[item] = subscription  # behind all others
             if time.perf_counter() >= stop_at_s:
                 break
-        self._feed.flush()
-        if is_full:
-            self._wait(self._limits.tick_interval_s)  # or until the feed has room
-            return False
-        if self._opening or self._ticking or self._unread:
-            return True
-        self._rest()
         return False
+
+    def _read_monitors(self, stop_at_s: float) -> None:
+        """Those are read when the feed is full, too: ZMQ's thread waits for ever at a monitor that has no room, for all
+        sources, and whoever closes such a socket waits for that thread."""
+        for item, subscription in list(self._unread.items()):
+            if item.closed or item is subscription.monitor:
+                del self._unread[item]
+                if not item.closed:
+                    self._guarded(subscription, item, stop_at_s)
 
     def _guarded(self, subscription: Subscription, item: zmq.Socket[bytes] | None, stop_at_s: float) -> bool:
         """A step for one source; True when its socket may have more. The edge of its work: its fault costs that source a
@@ -198,6 +223,7 @@ class Receiver:
             subscription.tracker.close()
             self._feed.put(stream, Report(SourceState.DOWN, cause="the receiver failed; see the log"))
             self._feed.put(stream, Reset(restarted=False, cause="the receiver failed"))
+            subscription.told = ""
             subscription.tracker = self._tracker(subscription.replay, now)
             subscription.reopen_at_s = now + self._limits.reopen_interval_s
         return False
@@ -246,7 +272,7 @@ class Receiver:
         tracker = self._tracker(replay, now, stream.resume_at)
         stream.resume_at = None  # a tracker that is made anew comes behind a reset
         handshakes_ = Handshakes(str(publisher), self._limits.handshake_patience_s)
-        return Subscription(stream, publisher, replay, pod.topic, tracker, handshakes_)
+        return Subscription(stream, publisher, replay, pod.topic, tracker, handshakes_, told=stream.cause)
 
     def _tracker(
         self, replay: Endpoint | None, now: float, resume_at: tuple[int, int] | None = None
@@ -403,10 +429,13 @@ class Receiver:
             elif isinstance(action, StopReplay):
                 self._replays.stop(subscription, now)
             else:
+                if isinstance(action, Report):
+                    subscription.told = action.cause
                 self._feed.put(subscription.stream, action)
 
     def _report_down(self, subscription: Subscription, cause: str) -> None:
-        if subscription.stream.cause != cause:
+        if subscription.told != cause:
+            subscription.told = cause
             self._feed.put(subscription.stream, Report(SourceState.DOWN, cause=cause))
 
     # -- opening and closing

@@ -69,10 +69,11 @@ class Sockets:
     def fileno(self) -> int:
         return self._epoll.fileno()
 
-    def poll(self) -> list[tuple[zmq.Socket[bytes], Subscription]]:
-        """Some of those that may have something to read, every one of them in its turn; [] when there are none."""
+    def poll(self, *, all_of_them: bool = False) -> list[tuple[zmq.Socket[bytes], Subscription]]:
+        """Of those that may have something to read all or some, every one of them in its turn; [] when there are none."""
         told, self._new = self._new, []
-        told += [descriptor for descriptor, _ in self._epoll.poll(0, _TOLD_MAX)]
+        told_max = max(_TOLD_MAX, len(self._open)) if all_of_them else _TOLD_MAX
+        told += [descriptor for descriptor, _ in self._epoll.poll(0, told_max)]
         return [self._open[descriptor] for descriptor in told if descriptor in self._open]
 
     def open_live(self, subscription: Subscription) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import socket
+import threading
 
 from app.ingest.actions import Deliver, Report
 from app.ingest.feed import Feed, QueueLimits, Stream
@@ -120,6 +123,93 @@ def test_what_is_queued_at_the_end_is_not_applied() -> None:
         assert (bench.feed.queued_batches, bench.feed.queued_bytes) == (0, 0)
 
     asyncio.run(play())
+
+
+def test_a_report_that_fails_does_not_keep_the_others_waiting() -> None:
+    async def play() -> None:
+        bench = Bench(room=100)
+        bench.put(*range(BATCHES_MAX // 2))
+        bench.ledger.refused_pods.add("pod")
+        bench.ledger.set_source_state = fail  # type: ignore[method-assign]
+        assert bench.feed.queued_batches == BATCHES_MAX // 2
+        loop = asyncio.get_running_loop()
+        failures: list[object] = []
+        loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
+        bench.feed.flush()
+        await bench.rest()
+        assert bench.feed.queued_batches == 0
+        assert len(failures) == BATCHES_MAX // 2
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("made by the test")
+
+    asyncio.run(play())
+
+
+def test_monitors_are_read_while_the_feed_is_full() -> None:
+    """A monitor that is not read holds ZMQ's thread up behind some 2,000 events, and with it all other sources. Closing
+    its socket would then never return."""
+    connections = 0
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def accept_and_close() -> None:
+        nonlocal connections
+        with contextlib.suppress(OSError):
+            while True:
+                listener.accept()[0].close()
+                connections += 1
+
+    accepting = threading.Thread(target=accept_and_close)
+    accepting.start()
+
+    async def play() -> None:
+        publisher = Publisher()
+        try:
+            publisher.publish(30)
+            ledger = Ledger()
+            settings = dataclasses.replace(
+                SETTINGS,
+                queue=QueueLimits(queue_batches_max=4),
+                sockets=dataclasses.replace(
+                    SETTINGS.sockets,
+                    reconnect_interval_s=0.001,
+                    reconnect_interval_s_max=0.001,
+                    handshake_patience_s=0.3,
+                ),
+            )
+            gate = Gate(ledger, room=0)
+            ingest = ZmqIngest(ledger, settings, is_blocked=gate.is_blocked)
+            at = Scene(ledger, ingest)
+            ingest.pod_added(
+                PodSpec(
+                    "pod",
+                    "m",
+                    zmq_endpoint=f"tcp://127.0.0.1:{publisher.port}",
+                    replay_endpoint=f"tcp://127.0.0.1:{publisher.replay_port}",
+                )
+            )
+            ingest.start()
+            try:
+                await at.until(lambda: ingest.counters()["queue_full_pauses"] == 1, "the replay fills it")
+                port = listener.getsockname()[1]
+                ingest.pod_added(PodSpec("closes", "m", zmq_endpoint=f"tcp://127.0.0.1:{port}"))
+                await at.until(lambda: connections >= 600, "ZMQ goes on")
+                assert ingest.queued_batches < 100, "what is wrong is told once"
+                ingest.pod_removed("closes")
+                gate.room = 1_000
+                ingest.unblocked()
+                await at.until_exact(publisher)
+            finally:
+                ingest.stop()
+        finally:
+            publisher.kill()
+
+    try:
+        asyncio.run(play())
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        accepting.join()
 
 
 def test_replies_that_wait_for_room_are_not_overdue() -> None:

@@ -10,6 +10,7 @@ import http.server
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -581,7 +582,7 @@ def test_others_have_their_turn_between_two_slices(publishers: Callable[..., Pub
                 turns += 1
             await at.until_exact(publisher)
             assert at.ingest.counters()["drain_slices"] >= 3_000, "a slice of no time is one batch"
-            assert turns >= 12_000, "as many to read as to apply, and two rounds of the loop for each"
+            assert turns >= 4 * 2_999, "as many to read as to apply, and two rounds of the loop for each"
 
     asyncio.run(run())
 
@@ -854,6 +855,81 @@ def test_every_socket_is_told_of_in_its_turn(
                 await asyncio.sleep(0)
             for number, publisher in enumerate(fleet):
                 await at.until_exact(publisher, f"pod-{number}")
+
+    asyncio.run(run())
+
+
+def test_what_came_while_the_loop_stood_still_is_not_overdue(
+    publishers: Callable[..., Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.ingest.sockets._TOLD_MAX", 1)
+    fleet = [publishers() for _ in range(4)]
+    go_on = threading.Event()
+
+    async def run() -> None:
+        with scene() as at:
+            for number, publisher in enumerate(fleet):
+                publisher.publish(5)
+                publisher.begin(go_on.wait)
+                at.ingest.pod_added(spec(publisher, name=f"pod-{number}"))
+            await at.until(lambda: at.ingest.gauges()["replays_running"] == len(fleet), "all have asked")
+            go_on.set()
+            stalled_until_s = time.monotonic() + 1.5 * SEQUENCE.replay_timeout_s
+            while time.monotonic() < stalled_until_s or not all(
+                publisher.replays_served for publisher in fleet
+            ):
+                time.sleep(0.01)  # noqa: ASYNC251
+            for number, publisher in enumerate(fleet):
+                await at.until_exact(publisher, f"pod-{number}")
+            assert at.ingest.counters()["replay_timeouts"] == 0, "the replies were there before the tick"
+
+    try:
+        asyncio.run(run())
+    finally:
+        go_on.set()
+
+
+def test_a_source_that_floods_leaves_the_others_their_turn(publishers: Callable[..., Publisher]) -> None:
+    flooding, other = publishers(), publishers()
+    settings = dataclasses.replace(SETTINGS, slice_s=0.0)
+
+    async def run() -> None:
+        with scene(settings) as at:
+            at.ingest.pod_added(spec(flooding, name="flooding"))
+            at.ingest.pod_added(spec(other))
+            await at.until_exact(flooding, "flooding")
+            await at.until_exact(other)
+            flooding.publish(4_000)
+            other.publish(5)
+            await at.until(lambda: len(at.ledger.entry().seqs) == 5, "the other is served in between")
+            assert len(at.ledger.entry("flooding").seqs) < 2_000
+
+    asyncio.run(run())
+
+
+def test_ticks_that_take_longer_than_their_interval_leave_the_reading_its_turn(
+    publishers: Callable[..., Publisher],
+) -> None:
+    publisher = publishers()
+    settings = dataclasses.replace(
+        SETTINGS, sockets=dataclasses.replace(SOCKETS, tick_interval_s=0.001), slice_s=0.0
+    )
+
+    async def keep_busy() -> None:
+        while True:
+            time.sleep(0.001)  # noqa: ASYNC251
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        with scene(settings) as at:
+            busy = asyncio.create_task(keep_busy())
+            for number in range(40):
+                absent = spec(publisher, name=f"absent-{number}", zmq_endpoint="tcp://127.0.0.1:1")
+                at.ingest.pod_added(absent)
+            at.ingest.pod_added(spec(publisher))
+            publisher.publish(20)
+            await at.until_exact(publisher)
+            busy.cancel()
 
     asyncio.run(run())
 

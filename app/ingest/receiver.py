@@ -66,6 +66,7 @@ class Receiver:
 
         self._sockets = Sockets(limits)
         self._replays = Replays(self._sockets, limits.replays_max, self.counters)
+        self._closing: deque[Subscription] = deque()
         self._opening: deque[tuple[FollowedPod, FollowedStream]] = deque()
         self._ticking: deque[tuple[FollowedPod, Subscription]] = deque()
         self._next_tick_s = 0.0
@@ -151,10 +152,10 @@ class Receiver:
                 for pod, subscriptions in self._subscriptions.items()
                 for subscription in subscriptions
             )
-        self._open_and_tick(now, stop_at_s)
+        self._tend(now, stop_at_s)
         is_full = self._read_some(stop_at_s)
         self._feed.flush()
-        if self._opening or self._ticking or (self._unread and not is_full):
+        if self._closing or self._opening or self._ticking or (self._unread and not is_full):
             return True
         if is_full:
             self._wait(self._limits.tick_interval_s)  # or until the feed has room
@@ -162,13 +163,17 @@ class Receiver:
             self._rest()
         return False
 
-    def _open_and_tick(self, now: float, stop_at_s: float) -> None:
-        """While something waits to be read, for half of the slice: with many sources, or a loop that is busy with others,
-        the next tick is due when the last of this one is done."""
+    def _tend(self, now: float, stop_at_s: float) -> None:
+        """Closes, opens and ticks. While something waits to be read, for half of the slice: with many sources, or a loop
+        that is busy with others, the next tick is due when the last of this one is done."""
         if self._unread:
             stop_at_s = (time.perf_counter() + stop_at_s) / 2
-        while self._opening or self._ticking:
-            if self._opening:
+        while self._closing or self._opening or self._ticking:
+            if self._closing:
+                subscription = self._closing.popleft()
+                subscription.tracker.close()
+                self._close(subscription, now)
+            elif self._opening:
                 pod, followed = self._opening.popleft()
                 if pod in self._subscriptions:
                     subscription = self._subscription(pod, *followed, now)
@@ -189,7 +194,7 @@ class Receiver:
                 return bool(self._unread)
             item = next(iter(self._unread))
             subscription = self._unread.pop(item)
-            if not item.closed and self._guarded(subscription, item, stop_at_s):
+            if self._guarded(subscription, item, stop_at_s):
                 self._unread[item] = subscription  # behind all others
             if time.perf_counter() >= stop_at_s:
                 break
@@ -260,7 +265,7 @@ class Receiver:
         self._wanted_changed = False
         wanted = dict.fromkeys(self._wanted.values())
         for pod in [pod for pod in self._subscriptions if pod not in wanted]:
-            self._close_pod(pod)
+            self._closing.extend(self._subscriptions.pop(pod))
         for pod in wanted:
             if pod not in self._subscriptions:
                 self._subscriptions[pod] = []
@@ -306,7 +311,9 @@ class Receiver:
                 self._feed.put(subscription.stream, Report(SourceState.DOWN, cause=cause))
                 self._feed.put(subscription.stream, Reset(restarted=False, cause=cause))
                 subscription.tracker.close()
-        for waiting in (self._subscriptions, self._opening, self._unread, self._ticking):
+        for subscription in self._closing:
+            subscription.tracker.close()
+        for waiting in (self._subscriptions, self._closing, self._opening, self._ticking, self._unread):
             waiting.clear()
         self._sockets.close()
         self._sockets = Sockets(self._limits)
@@ -463,9 +470,3 @@ class Receiver:
         subscription.connections.clear()
         subscription.established = False
         subscription.handshakes.close()
-
-    def _close_pod(self, pod: FollowedPod) -> None:
-        now = time.monotonic()
-        for subscription in self._subscriptions.pop(pod):
-            subscription.tracker.close()
-            self._close(subscription, now)

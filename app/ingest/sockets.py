@@ -88,9 +88,9 @@ class Sockets:
             live.close(0)
             raise
         subscription.live, subscription.monitor = live, monitor
-        self._register(live, subscription)
-        self._register(monitor, subscription)
         try:
+            self._register(live, subscription)
+            self._register(monitor, subscription)
             if subscription.publisher.binds:
                 live.bind(str(subscription.publisher))
             else:
@@ -109,8 +109,8 @@ class Sockets:
     def open_replay(self, subscription: Subscription, endpoint: Endpoint, start_seq: int) -> None:
         """With the request on its way."""
         dealer = subscription.dealer = self._make(zmq.DEALER, endpoint)
-        self._register(dealer, subscription)
         try:
+            self._register(dealer, subscription)
             dealer.set(zmq.RCVHWM, self._limits.replay_queue_messages_max)
             dealer.connect(str(endpoint))
             dealer.send_multipart(build_replay_request(start_seq), zmq.NOBLOCK)
@@ -135,13 +135,16 @@ class Sockets:
 
     def _register(self, made: zmq.Socket[bytes], subscription: Subscription) -> None:
         descriptor = made.FD
-        self._epoll.register(descriptor, select.EPOLLIN)
+        try:
+            self._epoll.register(descriptor, select.EPOLLIN)
+        except OSError as error:  # the kernel watches no more for this user
+            raise zmq.ZMQError(error.errno) from error
         self._open[descriptor] = (made, subscription)
         # Connecting or sending may have looked at the descriptor.
         self._new.append(descriptor)
 
     def _unregister(self, made: zmq.Socket[bytes]) -> None:
         descriptor = made.FD
-        del self._open[descriptor]
-        self._epoll.unregister(descriptor)
+        if self._open.pop(descriptor, None) is not None:
+            self._epoll.unregister(descriptor)
         made.close(0)

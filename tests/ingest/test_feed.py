@@ -8,8 +8,11 @@ import dataclasses
 import socket
 import threading
 
+import pytest
+
 from app.ingest.actions import Deliver, Report
 from app.ingest.feed import Feed, QueueLimits, Stream
+from app.ingest.receiver import Receiver
 from app.ingest.turns import Turns
 from app.ingest.vllm import decode_batch
 from app.ingest.zmq import ZmqIngest
@@ -212,7 +215,17 @@ def test_monitors_are_read_while_the_feed_is_full() -> None:
         accepting.join()
 
 
-def test_replies_that_wait_for_room_are_not_overdue() -> None:
+def test_replies_that_wait_for_room_are_not_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = 0
+    go_on = Receiver._go_on
+
+    def counted(self: Receiver, stop_at_s: float) -> bool:
+        nonlocal turns
+        turns += 1
+        return go_on(self, stop_at_s)
+
+    monkeypatch.setattr(Receiver, "_go_on", counted)
+
     async def play() -> None:
         publisher = Publisher()
         try:
@@ -235,6 +248,7 @@ def test_replies_that_wait_for_room_are_not_overdue() -> None:
                 await at.until(lambda: ingest.counters()["queue_full_pauses"] == 1, "the replay fills it")
                 await asyncio.sleep(3 * SETTINGS.sequence.replay_timeout_s)
                 assert ingest.counters()["queue_full_pauses"] == 1, "one pause, however long"
+                assert turns < 1_000, "it waits for room, and for ticks, and does not ask again and again"
                 gate.room = 1_000
                 ingest.unblocked()
                 await at.until_exact(publisher)

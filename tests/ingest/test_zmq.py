@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import http.server
 import os
 import socket
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,7 +29,7 @@ from app.ingest.actions import Action, Deliver, Reset
 from app.ingest.feed import Feed, QueueLimits, Stream
 from app.ingest.receiver import Receiver
 from app.ingest.sequence import SequenceLimits
-from app.ingest.sockets import SocketLimits
+from app.ingest.sockets import SocketLimits, Sockets
 from app.ingest.subscription import FollowedPod
 from app.ingest.turns import Turns
 from app.ingest.vllm import decode_batch
@@ -1051,6 +1053,61 @@ def test_a_fault_of_our_own_costs_its_source_a_fresh_start_and_no_other(
     with caplog.at_level("ERROR"):
         asyncio.run(run())
     assert "made by the test" in caplog.text
+
+
+def test_an_end_in_the_middle_of_it_is_quiet(
+    publishers: Callable[..., Publisher], caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher = publishers()
+    publisher.publish(100)
+
+    async def run() -> None:
+        ledger = Ledger()
+        ingest = ZmqIngest(ledger, dataclasses.replace(SETTINGS, slice_s=0.0))
+        at = Scene(ledger, ingest)
+        ingest.start()
+        ingest.pod_added(spec(publisher))
+        await at.until(lambda: len(ledger.entry().seqs) > 20, "it is reading, and more is queued")
+        ingest.pod_added(spec(publisher, name="late"))
+        ingest.stop()
+        applied = len(ledger.entry().seqs)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(ledger.entry().seqs) == applied
+
+    with caplog.at_level("WARNING"):
+        asyncio.run(run())
+    assert not caplog.records
+
+
+def test_a_source_that_cannot_be_watched_is_down_and_tried_again(
+    publishers: Callable[..., Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = publishers()
+    publisher.publish(3)
+    register = Sockets._register
+    refused = 4
+
+    def full(self: Sockets, *arguments: Any) -> None:
+        nonlocal refused
+        refused -= 1
+        if refused >= 0:
+            raise zmq.ZMQError(errno.ENOSPC)
+        register(self, *arguments)
+
+    monkeypatch.setattr(Sockets, "_register", full)
+
+    async def run() -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        with scene() as at:
+            at.ingest.pod_added(spec(publisher))
+            await at.until_exact(publisher)
+            assert any("No space left" in cause for cause in at.ledger.entry().causes)
+            assert at.ingest.counters()["open_failures"] >= 1
+            at.ingest.pod_removed("pod")
+            await at.until(lambda: len(os.listdir("/proc/self/fd")) <= before + 8, "nothing stays open")
+
+    asyncio.run(run())
 
 
 def test_neither_descriptors_nor_threads_are_left(publishers: Callable[..., Publisher]) -> None:

@@ -4,7 +4,8 @@
 
 `kvindexer serve` in one process follows the sockets of another process, which store new blocks only. First as
 many batches as fit into the time at `--rate` blocks a second, then the same number as fast as they come, while a
-third process asks for the depth of a 4,096-token prompt all the time and looks at the queue. Before a number is
+third process asks for the depth of a 4,096-token prompt all the time and looks at the queue. Half of the cores are the
+server's; of the others one is the publisher's alone, which spins to keep its pace. Before a number is
 printed: every batch was applied, no source saw a gap, and prompts of the beginning, middle and end of each run are
 found whole on their pod and on no other.
 """
@@ -50,12 +51,15 @@ def main() -> int:
     )
     cores = sorted(os.sched_getaffinity(0))
     server_cores, other_cores = set(cores[len(cores) // 2 :]), set(cores[: len(cores) // 2])
+    publisher_cores = None
+    if len(other_cores) > 1:
+        publisher_cores = {other_cores.pop()}
     if len(cores) > 1:
         os.sched_setaffinity(0, other_cores)
     missed = False
     messages = max(1, int(options.rate * options.seconds / options.blocks))
     for name, per_s in (("paced", options.rate / options.blocks), ("as fast as they come", 0.0)):
-        with publishing(options.pods, options.blocks) as publisher:
+        with publishing(options.pods, options.blocks, cores=publisher_cores) as publisher:
             pods = ";".join(
                 f"pod-{n}=tcp://127.0.0.1:{port},model=m" for n, port in enumerate(publisher.ports)
             )

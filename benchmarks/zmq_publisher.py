@@ -116,7 +116,10 @@ class Publisher:
 
 
 @contextlib.contextmanager
-def publishing(pods: int, blocks: int, *, subscribers: int = 1) -> Iterator[Publisher]:
+def publishing(
+    pods: int, blocks: int, *, subscribers: int = 1, cores: set[int] | None = None
+) -> Iterator[Publisher]:
+    """On `cores`, or those of this process."""
     options = {"pods": pods, "blocks": blocks, "subscribers": subscribers}
     arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     with subprocess.Popen(
@@ -126,6 +129,8 @@ def publishing(pods: int, blocks: int, *, subscribers: int = 1) -> Iterator[Publ
         text=True,
         cwd=Path(__file__).parent.parent,
     ) as process:
+        if cores is not None:
+            os.sched_setaffinity(process.pid, cores)  # it has no other threads yet
         try:
             yield Publisher(process)
         finally:

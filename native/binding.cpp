@@ -88,10 +88,6 @@ nb::bytes bytes_of(const std::vector<Row>& rows) {
 
 nb::bytes bytes_of(const std::vector<uint64_t>& words) { return nb::bytes(words.data(), words.size() * 8); }
 
-// A store of so many blocks lets other threads have the interpreter meanwhile. None of them has to do with
-// the index, which belongs to the thread of the event loop; but the one that reads the sockets would wait.
-constexpr size_t kBlocksWithoutInterpreter = 32;
-
 template <class Hashes>
 nb::bytes hashes_of(Hashes chain, size_t blocks) {
   std::vector<uint64_t> hashes(blocks);
@@ -148,14 +144,8 @@ void bind_index(nb::module_& m) {
              const std::vector<uint64_t> names = words_of(engine_hashes);
              const ExtraKeys keys = extra_of(extra);
              const uint8_t* const data = data_of(tokens);
-             const auto store = [&] {
-               return self.store({source, tier, group}, context, names, parent, data, keys, now, count_copies,
-                                 owner);
-             };
-             const Stored stored = names.size() < kBlocksWithoutInterpreter ? store() : [&] {
-               const nb::gil_scoped_release others_may_run;
-               return store();
-             }();
+             const Stored stored = self.store({source, tier, group}, context, names, parent, data, keys, now,
+                                              count_copies, owner);
              return std::tuple(stored.stored, stored.orphans, stored.unknown);
            })
       .def("place",
@@ -898,11 +888,7 @@ nb::list events_of(const PlainBatch& batch) {
 
 nb::object apply_plain(const PlainBatch& self, PrefixIndex& index, uint32_t source, uint32_t context,
                        Tick now, bool count_copies) {
-  const auto apply = [&] { return self.apply(index, source, context, now, count_copies); };
-  const PlainBatch::Applied applied = self.blocks() < kBlocksWithoutInterpreter ? apply() : [&] {
-    const nb::gil_scoped_release others_may_run;
-    return apply();
-  }();
+  const PlainBatch::Applied applied = self.apply(index, source, context, now, count_copies);
   return nb::make_tuple(applied.stored, applied.removed, applied.orphans, applied.unknown);
 }
 

@@ -1,22 +1,16 @@
-"""The bounded way from the receiver thread to the one writer on the event loop.
+"""The bounded way from the receiver to the one writer.
 
-The thread puts whole batches, still undecoded, and what its trackers found out, in stream order; one
-scheduled call on the loop drains them in slices of `drain_slice_s` (a batch at the least), and between two of
-them the loop has a round of its own, so that queries wait for a slice or two and never for a backlog.
-Decoding happens in the drain: it needs the interpreter either way, and the thread keeps up with the sockets.
+The receiver puts whole batches, still undecoded, and what its trackers found out, in stream order; turns of the loop
+(turns.py) drain them, a batch at the least, so that queries wait for a slice and never for a backlog.
 
-Full means full: the thread stops reading, ZMQ's own queues fill, the publisher drops, and the gap is
-replayed. The bounds may be passed by what one socket's turn brings (`SocketLimits`) and by what one input of a
-tracker sets free, which is what its source held back during a replay.
-
-No lock: each counter has one writing thread, and deque.append and popleft are atomic.
+Full means full: the receiver stops reading, ZMQ's own queues fill, the publisher drops, and the gap is
+replayed. The bounds may be passed by what one message brings, which is what its source held back during a replay.
 
 What a loss means for the source, and what makes up for it, is the service's to decide: it is told every report.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -28,6 +22,7 @@ from typing import Any, Protocol
 from app.errors import IndexerError, UnreadableBatch
 from app.events import EventBatch, RejectedEvent
 from app.ingest.actions import Action, Deliver, Report, Reset
+from app.ingest.turns import Turns
 from app.ingest.wire_fields import Reject
 from app.pods import SourceState
 
@@ -58,16 +53,13 @@ class Writer(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Bounds of the queue and of one slice of draining it."""
-
     queue_batches_max: int = 8_192
     queue_bytes_max: int = 128 * 1024 * 1024
-    drain_slice_s: float = 0.00025
 
 
 @dataclasses.dataclass(slots=True)
 class Stream:
-    """One followed source. Written by the loop's thread; `resume_at` is taken by the receiver's."""
+    """One followed source."""
 
     pod: str
     dp_rank: int
@@ -87,8 +79,6 @@ class Stream:
 
 @dataclasses.dataclass(slots=True)
 class FeedCounters:
-    """Written by the loop's thread only."""
-
     batches_applied: int = 0
     batches_unreadable: int = 0
     batches_refused: int = 0  # the writer raised
@@ -97,14 +87,14 @@ class FeedCounters:
 
 
 class Feed:
-    """`put`, `is_full` and `flush` belong to the receiver thread, the rest to the loop's."""
+    """`put`, `is_full` and `flush` are the receiver's."""
 
     def __init__(
         self,
         writer: Writer,
         decode: Decode,
         limits: QueueLimits,
-        loop: asyncio.AbstractEventLoop,
+        turns: Turns,
         resume_reading: Callable[[], None],
         *,
         is_blocked: Callable[[], bool] = lambda: False,
@@ -114,93 +104,68 @@ class Feed:
         self._writer = writer
         self._decode = decode
         self._limits = limits
-        self._loop = loop
+        self._turns = turns
         self._resume_reading = resume_reading
         self._queue: deque[tuple[Stream, Action]] = deque()
-        self._put_items = self._put_bytes = 0  # written by the receiver thread
-        self._taken_items = self._taken_bytes = 0  # written by the loop's thread
         self._reading_paused = False
-        self._drain_scheduled = False
-        self._closed = False
+        self.queued_bytes = 0
         self.pauses = 0  # times that a full queue stopped the reading
         self.counters = FeedCounters()
 
     @property
     def queued_batches(self) -> int:
-        return self._put_items - self._taken_items
-
-    @property
-    def queued_bytes(self) -> int:
-        return self._put_bytes - self._taken_bytes
+        return len(self._queue)
 
     def _fills(self, part: float) -> bool:
         limits = self._limits
         return (
-            self.queued_batches >= limits.queue_batches_max * part
+            len(self._queue) >= limits.queue_batches_max * part
             or self.queued_bytes >= limits.queue_bytes_max * part
         )
 
-    # -- the receiver thread's side
-
     def put(self, stream: Stream, action: Action) -> None:
         self._queue.append((stream, action))
-        self._put_items += 1
         if isinstance(action, Deliver):
-            self._put_bytes += len(action.payload)
+            self.queued_bytes += len(action.payload)
 
     def is_full(self) -> bool:
         """When it is, `resume_reading` will be called as soon as half of it is free."""
-        if self._fills(1.0):
-            self._reading_paused = True
-            # The loop may have emptied the queue between the look and the mark.
-            if self._fills(0.5):
-                self.pauses += 1
-                return True
-            self._reading_paused = False
-        return False
+        if not self._fills(1.0):
+            return False
+        self.pauses += not self._reading_paused
+        self._reading_paused = True
+        return True
 
     def flush(self) -> None:
-        """Have the loop drain what was put."""
-        if self._queue and not self._drain_scheduled and not self._loop.is_closed():
-            self._drain_scheduled = True
-            self._loop.call_soon_threadsafe(self._drain)
-
-    @property
-    def is_deserted(self) -> bool:
-        """The loop ended without a word: nobody will drain again."""
-        return self._loop.is_closed()
-
-    # -- the loop's side
+        """Have what was put drained."""
+        if self._queue:
+            self._turns.ask(self._drain)
 
     def close(self) -> None:
-        """Nothing is applied any more. The receiver thread has ended before."""
-        self._closed = True
+        """What is queued is not applied."""
         self._queue.clear()
-        self._taken_items, self._taken_bytes = self._put_items, self._put_bytes
+        self.queued_bytes = 0
 
-    def _drain(self) -> None:
-        self._drain_scheduled = False
+    def _drain(self, stop_at_s: float) -> bool:
         self.counters.drain_slices += 1
-        stop_at_s = time.perf_counter() + self._limits.drain_slice_s
         try:
-            while self._queue and not self._closed and not self._is_blocked():
+            while self._queue and not self._is_blocked():
                 self._take()
                 if time.perf_counter() >= stop_at_s:
                     break
         finally:
-            if self._queue and not self._drain_scheduled and not self._closed and not self._is_blocked():
-                self._drain_scheduled = True
-                # Not in the next round but in the one after: a request takes a round to be read and one to be answered.
-                self._loop.call_soon(self._loop.call_soon, self._drain)
+            # Whatever failed: the others that are queued have waited long enough.
+            if self._queue and not self._is_blocked():
+                self.flush()
             if self._reading_paused and not self._fills(0.5):
                 self._reading_paused = False
                 self._resume_reading()
+        return False  # it has asked
 
     def _take(self) -> None:
         stream, action = self._queue.popleft()
-        self._taken_items += 1
         if isinstance(action, Deliver):
-            self._taken_bytes += len(action.payload)
+            self.queued_bytes -= len(action.payload)
         if not stream.followed:
             self.counters.batches_unfollowed += isinstance(action, Deliver)
             return

@@ -1,7 +1,9 @@
-"""One thread that owns every ZMQ socket: live streams in, replays asked for, batches handed to the feed.
+"""Owns every ZMQ socket: live streams in, replays asked for, batches handed to the feed.
 
-A thread with blocking sockets, because the asyncio ones cost 2.6 times the CPU for the same messages. It
-sleeps in one poll over everything (sockets.py) and a socket pair that wakes it; replays take turns (replays.py).
+It reads in turns of the event loop (turns.py): without waiting, until nothing is left or the slice is over. Then it
+rests, so that what comes meanwhile costs one wake-up, and then listens to one descriptor for all sockets
+(sockets.py). The asyncio sockets of pyzmq cost 2.6 times the CPU for the same messages, and a thread of its own took
+the interpreter from those who answer queries (docs/performance.md).
 
 What it relies on:
   monitors    a source is connected from the handshake to the end of its last connection. The monitor tells
@@ -10,18 +12,16 @@ What it relies on:
 
 A source whose sockets cannot be opened is DOWN with the reason, and tried again every `reopen_interval_s`; so is one
 whose peer ZMQ gave up, or that does not come through a handshake (handshakes.py). A
-fault of our own costs every followed source a fresh start, is logged and counted, and never the thread.
+fault of our own costs its source a fresh start, or all of them one, is logged and counted, and never the receiver.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
 import os
-import socket
-import threading
 import time
-from collections.abc import Callable
+from collections import deque
 from typing import Any
 
 import zmq
@@ -36,7 +36,8 @@ from app.ingest.handshakes import Handshakes
 from app.ingest.replays import Replays
 from app.ingest.sequence import SequenceCounters, SequenceLimits, SequenceTracker
 from app.ingest.sockets import SocketLimits, Sockets
-from app.ingest.subscription import FollowedPod, ReceiverCounters, Subscription
+from app.ingest.subscription import FollowedPod, FollowedStream, ReceiverCounters, Subscription
+from app.ingest.turns import Turns
 from app.ingest.vllm import END_SEQ, parse_live, parse_replay_reply
 from app.ingest.window import HoldBudget
 from app.pods import SourceState
@@ -44,31 +45,38 @@ from app.pods import SourceState
 logger = logging.getLogger(__name__)
 
 
-class Receiver:
-    """`follow`, `unfollow`, `start`, `wake`, `stop` belong to the loop's thread, the rest to its own."""
+_WAIT_MIN_S = 0.001  # loops count in milliseconds, and less may be nothing to them
+_BROKEN_S = 1.0  # before a receiver that failed as a whole starts over: a fault that comes back must not spin
 
-    def __init__(self, feed: Feed, sequence: SequenceLimits, limits: SocketLimits) -> None:
+
+class Receiver:
+    """All calls on the event loop's thread."""
+
+    def __init__(self, feed: Feed, turns: Turns, sequence: SequenceLimits, limits: SocketLimits) -> None:
         self._feed = feed
+        self._turns = turns
         self._sequence = sequence
         self._limits = limits
-        self._wanted: dict[str, FollowedPod] = {}
-        self._wanted_changed = False
-        self._wanted_lock = threading.Lock()
-        self._stopping = False
-        self._wake_out, self._wake_in = socket.socketpair()
-        self._wake_out.setblocking(False)
-        self._wake_in.setblocking(False)
-        self._thread = threading.Thread(target=self._run, name="zmq-ingest", daemon=True)
-
-        # From here on, the receiver thread's own.
         self.counters = ReceiverCounters()
         self.sequence_counters = SequenceCounters()
-        self._sockets = Sockets(limits, self._wake_in.fileno())
-        self._replays = Replays(self._sockets, limits.replays_max, self.counters)
-        self._subscriptions: dict[FollowedPod, tuple[Subscription, ...]] = {}
-        self._next_tick_s = 0.0
-        self._rounds = 0
         self._budget = HoldBudget(limits.held_bytes_max)
+        self._wanted: dict[str, FollowedPod] = {}
+        self._wanted_changed = False
+        self._subscriptions: dict[FollowedPod, list[Subscription]] = {}  # of a pod, those that were opened
+
+        self._sockets = Sockets(limits)
+        self._replays = Replays(self._sockets, limits.replays_max, self.counters)
+        self._closing: deque[Subscription] = deque()
+        self._opening: deque[tuple[FollowedPod, FollowedStream]] = deque()
+        self._ticking: deque[tuple[FollowedPod, Subscription]] = deque()
+        self._next_tick_s = 0.0
+        self._unread: dict[zmq.Socket[bytes], Subscription] = {}  # may have something to read
+
+        self._loop: asyncio.AbstractEventLoop | None = None  # while it runs
+        self._alarm: asyncio.TimerHandle | None = None
+        self._listening = -1  # the descriptor that the loop watches
+        self._rested_at_message = 0
+        self._is_broken = False
 
     @property
     def held_bytes(self) -> int:
@@ -86,103 +94,132 @@ class Receiver:
     def replays_waiting(self) -> int:
         return self._replays.waiting
 
-    # -- the loop's side
-
     def follow(self, pod: FollowedPod) -> None:
-        with self._wanted_lock:
-            self._wanted[pod.name] = pod
-            self._wanted_changed = True
+        self._wanted[pod.name] = pod
+        self._wanted_changed = True
         self.wake()
 
     def unfollow(self, name: str) -> None:
-        with self._wanted_lock:
-            self._wanted.pop(name, None)
-            self._wanted_changed = True
+        self._wanted.pop(name, None)
+        self._wanted_changed = True
         self.wake()
-
-    def wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # as many wakes as fit are on their way already
-            self._wake_out.send(b"\0")
 
     def start(self) -> None:
-        self._thread.start()
+        """On the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self.wake()
 
     def stop(self) -> None:
-        """Returns when the thread and all its sockets are gone; a round takes milliseconds."""
-        self._stopping = True
-        self.wake()
-        if self._thread.ident is not None:
-            self._thread.join()
-        else:
-            self._sockets.close()
-        self._wake_out.close()
-        self._wake_in.close()
+        """Returns when all its sockets are gone, which takes milliseconds."""
+        self._stop_waiting()
+        self._loop = None
+        self._sockets.close()
 
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
+    def wake(self) -> None:
+        """There may be something to do."""
+        if self._loop is not None:
+            self._turns.ask(self._turn)
 
-    # -- the thread
+    # -- turns
 
-    def _run(self) -> None:
-        is_broken = False
+    def _turn(self, stop_at_s: float) -> bool:
+        if self._loop is None:
+            return False
+        self._stop_waiting()
         try:
-            while not (self._stopping or self._feed.is_deserted):
-                try:
-                    if is_broken:
-                        self._start_over()
-                        is_broken = False
-                    self._round()
-                except Exception:
-                    self.counters.faults += 1
-                    logger.exception("the ZMQ receiver failed; every stream is followed anew")
-                    is_broken = True
-                    if not self._stopping:
-                        self._sockets.wait_for_wake(1_000)  # a fault that comes back must not spin
-        finally:
-            self._sockets.close()
+            if self._is_broken:
+                self._start_over()
+                self._is_broken = False
+            return self._go_on(stop_at_s)
+        except Exception:
+            self.counters.faults += 1
+            logger.exception("the ZMQ receiver failed; every stream is followed anew")
+            self._is_broken = True
+            self._wait(_BROKEN_S)
+            return False
 
-    def _round(self) -> None:
+    def _go_on(self, stop_at_s: float) -> bool:
+        """True when there is more to do at once."""
         self._follow_wanted()
-        if self._feed.is_full():
-            self._feed.flush()
-            self._sockets.wait_for_wake(1_000)
-            self._clear_wakes()
-            return
-        ready = self._sockets.wait(self._poll_timeout_ms())
-        self._clear_wakes()
         now = time.monotonic()
-        self._rounds += 1
-        messages_before = self.counters.messages
-        # In turns: who comes last when the queue fills up must come early in a later round.
-        first = self._rounds % max(len(ready), 1)
-        unread: set[Subscription] = set()
-        for item, subscription in ready[first:] + ready[:first]:
-            if self._feed.is_full():
-                unread.add(subscription)
-            else:
-                self._guarded(subscription, self._read, item, now)
-        if now >= self._next_tick_s:
+        is_tick = now >= self._next_tick_s and not self._ticking
+        # A tick takes what is not told for silence: before it, every socket that has something is known.
+        self._unread |= self._sockets.poll(all_of_them=is_tick)
+        if is_tick:
             self._next_tick_s = now + self._limits.tick_interval_s
-            for subscriptions in self._subscriptions.values():
-                for subscription in subscriptions:
-                    if subscription not in unread:  # a reply that waits in a queue is not overdue
-                        self._guarded(subscription, self._tick, None, now)
+            self._ticking.extend(
+                (pod, subscription)
+                for pod, subscriptions in self._subscriptions.items()
+                for subscription in subscriptions
+            )
+        self._tend(now, stop_at_s)
+        is_full = self._read_some(stop_at_s)
         self._feed.flush()
-        # A round that read as much as this has left some to be read, or was worth its wake-up.
-        if ready and self.counters.messages - messages_before < self._limits.reads_per_round_max:
-            time.sleep(self._limits.gather_s)
+        if self._closing or self._opening or self._ticking or (self._unread and not is_full):
+            return True
+        if is_full:
+            self._wait(self._limits.tick_interval_s)  # or until the feed has room
+        else:
+            self._rest()
+        return False
 
-    def _guarded(
-        self,
-        subscription: Subscription,
-        step: Callable[[Subscription, Any, float], None],
-        item: zmq.Socket[bytes] | None,
-        now: float,
-    ) -> None:
-        """The edge of one source's work: its fault costs that source a fresh start, and no other."""
+    def _tend(self, now: float, stop_at_s: float) -> None:
+        """Closes, opens and ticks. While something waits to be read, for half of the slice: with many sources, or a loop
+        that is busy with others, the next tick is due when the last of this one is done."""
+        if self._unread:
+            stop_at_s = (time.perf_counter() + stop_at_s) / 2
+        while self._closing or self._opening or self._ticking:
+            if self._closing:
+                subscription = self._closing.popleft()
+                subscription.tracker.close()
+                self._close(subscription, now)
+            elif self._opening:
+                pod, followed = self._opening.popleft()
+                if pod in self._subscriptions:
+                    subscription = self._subscription(pod, *followed, now)
+                    self._subscriptions[pod].append(subscription)
+                    self._open(subscription, now)
+            else:
+                pod, subscription = self._ticking.popleft()
+                if pod in self._subscriptions:
+                    self._guarded(subscription, None, stop_at_s)
+            if time.perf_counter() >= stop_at_s:
+                return
+
+    def _read_some(self, stop_at_s: float) -> bool:
+        """True when something is left because the feed is full."""
+        while self._unread:
+            if self._feed.is_full():
+                self._read_monitors(stop_at_s)
+                return bool(self._unread)
+            item = next(iter(self._unread))
+            subscription = self._unread.pop(item)
+            if self._guarded(subscription, item, stop_at_s):
+                self._unread[item] = subscription  # behind all others
+            if time.perf_counter() >= stop_at_s:
+                break
+        return False
+
+    def _read_monitors(self, stop_at_s: float) -> None:
+        """Those are read when the feed is full, too: ZMQ's thread waits for ever at a monitor that has no room, for all
+        sources, and whoever closes such a socket waits for that thread."""
+        for item, subscription in list(self._unread.items()):
+            if item.closed or item is subscription.monitor:
+                del self._unread[item]
+                if not item.closed:
+                    self._guarded(subscription, item, stop_at_s)
+
+    def _guarded(self, subscription: Subscription, item: zmq.Socket[bytes] | None, stop_at_s: float) -> bool:
+        """A step for one source; True when its socket may have more. The edge of its work: its fault costs that source a
+        fresh start, and no other."""
+        now = time.monotonic()
         try:
-            step(subscription, item, now)
+            if item is None:
+                self._tick(subscription, now)
+            elif item is subscription.monitor:
+                self._read_monitor(subscription, now)
+            else:
+                return self._read(subscription, item, now, stop_at_s)
         except Exception:
             self.counters.faults += 1
             stream = subscription.stream
@@ -191,34 +228,48 @@ class Receiver:
             subscription.tracker.close()
             self._feed.put(stream, Report(SourceState.DOWN, cause="the receiver failed; see the log"))
             self._feed.put(stream, Reset(restarted=False, cause="the receiver failed"))
+            subscription.told = ""
             subscription.tracker = self._tracker(subscription.replay, now)
             subscription.reopen_at_s = now + self._limits.reopen_interval_s
+        return False
 
-    def _poll_timeout_ms(self) -> int | None:
-        if not self._subscriptions:
-            return None
-        return max(0, int((self._next_tick_s - time.monotonic()) * 1_000) + 1)
+    # -- waiting
 
-    def _clear_wakes(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._wake_in.recv(4_096):
-                pass
+    def _rest(self) -> None:
+        if self.counters.messages != self._rested_at_message:
+            self._rested_at_message = self.counters.messages
+            self._wait(self._limits.gather_s)
+        elif self._loop is not None:
+            self._listening = self._sockets.fileno()
+            self._loop.add_reader(self._listening, self.wake)
+            if self._subscriptions:
+                self._wait(max(_WAIT_MIN_S, self._next_tick_s - time.monotonic()))
+
+    def _wait(self, seconds: float) -> None:
+        if self._loop is not None:
+            self._alarm = self._loop.call_later(seconds, self.wake)
+
+    def _stop_waiting(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        if self._listening >= 0 and self._loop is not None:
+            self._loop.remove_reader(self._listening)
+            self._listening = -1
+
+    # -- following
 
     def _follow_wanted(self) -> None:
         if not self._wanted_changed:
             return
-        with self._wanted_lock:
-            self._wanted_changed = False
-            wanted = dict.fromkeys(self._wanted.values())
+        self._wanted_changed = False
+        wanted = dict.fromkeys(self._wanted.values())
         for pod in [pod for pod in self._subscriptions if pod not in wanted]:
-            self._close_pod(pod)
-        now = time.monotonic()
+            self._closing.extend(self._subscriptions.pop(pod))
         for pod in wanted:
             if pod not in self._subscriptions:
-                subscriptions = tuple(self._subscription(pod, *stream, now) for stream in pod.streams)
-                self._subscriptions[pod] = subscriptions
-                for subscription in subscriptions:
-                    self._open(subscription, now)
+                self._subscriptions[pod] = []
+                self._opening.extend((pod, followed) for followed in pod.streams)
 
     def _subscription(
         self, pod: FollowedPod, stream: Stream, publisher: Endpoint, replay: Endpoint | None, now: float
@@ -226,7 +277,7 @@ class Receiver:
         tracker = self._tracker(replay, now, stream.resume_at)
         stream.resume_at = None  # a tracker that is made anew comes behind a reset
         handshakes_ = Handshakes(str(publisher), self._limits.handshake_patience_s)
-        return Subscription(stream, publisher, replay, pod.topic, tracker, handshakes_)
+        return Subscription(stream, publisher, replay, pod.topic, tracker, handshakes_, told=stream.cause)
 
     def _tracker(
         self, replay: Endpoint | None, now: float, resume_at: tuple[int, int] | None = None
@@ -240,7 +291,9 @@ class Receiver:
             resume_at=resume_at,
         )
 
-    def _tick(self, subscription: Subscription, _: Any, now: float) -> None:
+    def _tick(self, subscription: Subscription, now: float) -> None:
+        if subscription.dealer in self._unread or subscription.monitor in self._unread:
+            return  # what waits to be read is not overdue
         if subscription.reopen_at_s is not None and now >= subscription.reopen_at_s:
             self._close(subscription, now)
             self._open(subscription, now)
@@ -258,26 +311,27 @@ class Receiver:
                 self._feed.put(subscription.stream, Report(SourceState.DOWN, cause=cause))
                 self._feed.put(subscription.stream, Reset(restarted=False, cause=cause))
                 subscription.tracker.close()
-        self._subscriptions.clear()
+        for subscription in self._closing:
+            subscription.tracker.close()
+        for waiting in (self._subscriptions, self._closing, self._opening, self._ticking, self._unread):
+            waiting.clear()
         self._sockets.close()
-        self._sockets = Sockets(self._limits, self._wake_in.fileno())
+        self._sockets = Sockets(self._limits)
         self._replays = Replays(self._sockets, self._limits.replays_max, self.counters)
         self._wanted_changed = True
 
     # -- reading
 
-    def _read(self, subscription: Subscription, item: zmq.Socket[bytes], now: float) -> None:
-        if item is subscription.monitor:
-            self._read_monitor(subscription, now)
-            return
-        most_bytes = self.counters.message_bytes + self._limits.read_bytes_per_round_max
-        for _ in range(self._limits.reads_per_round_max):
-            if item.closed:  # by what was read before it
-                return
+    def _read(
+        self, subscription: Subscription, item: zmq.Socket[bytes], now: float, stop_at_s: float
+    ) -> bool:
+        """Until nothing is left, the feed is full or the slice is over, a message at the least; True when there may be
+        more."""
+        while not item.closed:  # by what was read before
             try:
                 frames = item.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return False
             self.counters.messages += 1
             try:
                 if item is subscription.live:
@@ -291,8 +345,9 @@ class Receiver:
                     self._read_reply(subscription, frames, now)
             except UnreadableBatch as error:
                 self._count_malformed(subscription.stream, error)
-            if self.counters.message_bytes >= most_bytes:
-                return
+            if time.perf_counter() >= stop_at_s or self._feed.is_full():
+                return True
+        return False
 
     def _count_malformed(self, stream: Stream, error: UnreadableBatch) -> None:
         count = self.counters.messages_malformed = self.counters.messages_malformed + 1
@@ -381,10 +436,13 @@ class Receiver:
             elif isinstance(action, StopReplay):
                 self._replays.stop(subscription, now)
             else:
+                if isinstance(action, Report):
+                    subscription.told = action.cause
                 self._feed.put(subscription.stream, action)
 
     def _report_down(self, subscription: Subscription, cause: str) -> None:
-        if subscription.stream.cause != cause:
+        if subscription.told != cause:
+            subscription.told = cause
             self._feed.put(subscription.stream, Report(SourceState.DOWN, cause=cause))
 
     # -- opening and closing
@@ -412,9 +470,3 @@ class Receiver:
         subscription.connections.clear()
         subscription.established = False
         subscription.handshakes.close()
-
-    def _close_pod(self, pod: FollowedPod) -> None:
-        now = time.monotonic()
-        for subscription in self._subscriptions.pop(pod):
-            subscription.tracker.close()
-            self._close(subscription, now)

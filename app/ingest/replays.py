@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Replays:
-    """All calls on the receiver thread. A source has one request at a time, which waits or runs."""
+    """A source has one request at a time, which waits or runs."""
 
     def __init__(self, sockets: Sockets, running_max: int, counters: ReceiverCounters) -> None:
         self._sockets = sockets

@@ -1,4 +1,7 @@
-"""The receiver's ZMQ sockets: a SUB and its monitor per source, a DEALER per running replay, one poll over all of them.
+"""The receiver's ZMQ sockets: a SUB and its monitor per source, a DEALER per running replay, one descriptor for all.
+
+ZMQ has a descriptor for each socket that tells no more than a change: once it was looked at, messages that are there
+already show no more. So whoever is told of a socket reads until nothing is left (`zmq.Again`), or remembers it.
 
 A DEALER is for one request: replies to a request that was given up die with its socket, unread. Whatever cannot be
 opened raises ZMQError and leaves nothing open. All of it can be thrown away at once (`close`), which does not depend on
@@ -8,6 +11,7 @@ what is known of any single socket.
 from __future__ import annotations
 
 import dataclasses
+import select
 
 import zmq
 
@@ -25,11 +29,12 @@ _MONITORED = (
     | zmq.EVENT_CONNECT_DELAYED
     | zmq.EVENT_CONNECT_RETRIED
 )
+_TOLD_MAX = 64  # in one call
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SocketLimits:
-    """Bounds and intervals of sockets and of the thread's rounds."""
+    """Bounds and intervals of sockets, and of reading them."""
 
     live_queue_messages_max: int = 1_000  # ZMQ's receive queue of one live stream; the engine's own is larger
     replay_queue_messages_max: int = 1_000  # of one replay
@@ -43,39 +48,33 @@ class SocketLimits:
     reopen_interval_s: float = 5.0
     handshake_patience_s: float = 3.0  # from the connection to the end of its handshake
     tick_interval_s: float = 0.1
-    gather_s: float = 0.001  # rest behind a round: what comes meanwhile is read in one go
-    reads_per_round_max: int = 128  # messages from one socket before the next has its turn
-    read_bytes_per_round_max: int = 1024 * 1024  # likewise; the message that passes it is read
+    gather_s: float = 0.001  # rest behind reading: what comes meanwhile is read in one go
 
 
 class Sockets:
-    """All calls on the receiver thread. `wake` is a descriptor that ends every wait when it has something to read."""
+    """`fileno` is readable when `poll` may find something."""
 
-    def __init__(self, limits: SocketLimits, wake: int) -> None:
+    def __init__(self, limits: SocketLimits) -> None:
         self._limits = limits
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self._by_socket: dict[zmq.Socket[bytes], Subscription] = {}
-        self._poller = zmq.Poller()
-        self._wake_poller = zmq.Poller()
-        # pyzmq tells raw descriptors from sockets by type.
-        self._poller.register(wake, zmq.POLLIN)
-        self._wake_poller.register(wake, zmq.POLLIN)
+        self._epoll = select.epoll()
+        self._open: dict[int, tuple[zmq.Socket[bytes], Subscription]] = {}  # by their descriptors
+        self._new: list[int] = []  # that were not told yet
 
     def close(self) -> None:
+        self._epoll.close()
         self._context.destroy(linger=0)
 
-    def wait(self, timeout_ms: int | None) -> list[tuple[zmq.Socket[bytes], Subscription]]:
-        """Those that have something to read; [] after `timeout_ms` or a wake. The caller reads the wakes away."""
-        found = []
-        for item, _ in self._poller.poll(timeout_ms):
-            subscription = self._by_socket.get(item)
-            if subscription is not None:
-                found.append((item, subscription))
-        return found
+    def fileno(self) -> int:
+        return self._epoll.fileno()
 
-    def wait_for_wake(self, timeout_ms: int) -> None:
-        self._wake_poller.poll(timeout_ms)
+    def poll(self, *, all_of_them: bool = False) -> list[tuple[zmq.Socket[bytes], Subscription]]:
+        """Of those that may have something to read all or some, every one of them in its turn; [] when there are none."""
+        told, self._new = self._new, []
+        told_max = max(_TOLD_MAX, len(self._open)) if all_of_them else _TOLD_MAX
+        told += [descriptor for descriptor, _ in self._epoll.poll(0, told_max)]
+        return [self._open[descriptor] for descriptor in told if descriptor in self._open]
 
     def open_live(self, subscription: Subscription) -> None:
         live = self._make(zmq.SUB, subscription.publisher)
@@ -89,9 +88,9 @@ class Sockets:
             live.close(0)
             raise
         subscription.live, subscription.monitor = live, monitor
-        self._register(live, subscription)
-        self._register(monitor, subscription)
         try:
+            self._register(live, subscription)
+            self._register(monitor, subscription)
             if subscription.publisher.binds:
                 live.bind(str(subscription.publisher))
             else:
@@ -110,8 +109,8 @@ class Sockets:
     def open_replay(self, subscription: Subscription, endpoint: Endpoint, start_seq: int) -> None:
         """With the request on its way."""
         dealer = subscription.dealer = self._make(zmq.DEALER, endpoint)
-        self._register(dealer, subscription)
         try:
+            self._register(dealer, subscription)
             dealer.set(zmq.RCVHWM, self._limits.replay_queue_messages_max)
             dealer.connect(str(endpoint))
             dealer.send_multipart(build_replay_request(start_seq), zmq.NOBLOCK)
@@ -135,10 +134,17 @@ class Sockets:
         return made
 
     def _register(self, made: zmq.Socket[bytes], subscription: Subscription) -> None:
-        self._poller.register(made, zmq.POLLIN)
-        self._by_socket[made] = subscription
+        descriptor = made.FD
+        try:
+            self._epoll.register(descriptor, select.EPOLLIN)
+        except OSError as error:  # the kernel watches no more for this user
+            raise zmq.ZMQError(error.errno) from error
+        self._open[descriptor] = (made, subscription)
+        # Connecting or sending may have looked at the descriptor.
+        self._new.append(descriptor)
 
     def _unregister(self, made: zmq.Socket[bytes]) -> None:
-        self._poller.unregister(made)
-        del self._by_socket[made]
+        descriptor = made.FD
+        if self._open.pop(descriptor, None) is not None:
+            self._epoll.unregister(descriptor)
         made.close(0)

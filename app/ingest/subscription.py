@@ -11,20 +11,21 @@ from app.ingest.feed import Stream
 from app.ingest.handshakes import Handshakes
 from app.ingest.sequence import SequenceTracker
 
+FollowedStream = tuple[Stream, Endpoint, Endpoint | None]
+"""With its publisher and its replay."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class FollowedPod:
-    """Streams with their endpoints (publisher, replay), all with the same topic. Equal only to itself."""
+    """Its streams have the same topic. Equal only to itself."""
 
     name: str
     topic: bytes
-    streams: tuple[tuple[Stream, Endpoint, Endpoint | None], ...]
+    streams: tuple[FollowedStream, ...]
 
 
 @dataclasses.dataclass(slots=True)
 class ReceiverCounters:
-    """Written by the receiver thread only."""
-
     messages: int = 0
     message_bytes: int = 0
     messages_malformed: int = 0
@@ -35,7 +36,7 @@ class ReceiverCounters:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Subscription:
-    """One stream and its sockets; the receiver thread's own."""
+    """One stream and its sockets; the receiver's own."""
 
     stream: Stream
     publisher: Endpoint
@@ -51,3 +52,4 @@ class Subscription:
     resolved: bool = True  # the last attempt to connect got past the name
     replay_from: int | None = None  # a request that waits for its turn
     reopen_at_s: float | None = None
+    told: str = ""  # the cause of the last report that was put into the feed

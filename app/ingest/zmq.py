@@ -1,7 +1,7 @@
 """Follows the event streams of every registered pod over ZMQ and feeds them to the service.
 
-Three parts: a receiver thread that owns the sockets, one sequence tracker a source that makes a gapless
-stream of what the sockets bring, and a feed that hands batches to the service on the event loop's thread.
+Three parts: a receiver that owns the sockets, one sequence tracker a source that makes a gapless
+stream of what the sockets bring, and a feed that hands batches to the service. All of it happens on the event loop.
 This is their front: told by the service which pods there are, asked by the API and the metrics how it
 goes.
 
@@ -26,6 +26,7 @@ from app.ingest.receiver import Receiver
 from app.ingest.sequence import SequenceLimits
 from app.ingest.sockets import SocketLimits
 from app.ingest.subscription import FollowedPod
+from app.ingest.turns import Turns
 from app.ingest.vllm import decode_batch
 from app.pods import PodSpec, SourceState
 
@@ -41,6 +42,7 @@ class ZmqSettings:
     sequence: SequenceLimits = dataclasses.field(default_factory=SequenceLimits)
     queue: QueueLimits = dataclasses.field(default_factory=QueueLimits)
     sockets: SocketLimits = dataclasses.field(default_factory=SocketLimits)
+    slice_s: float = 0.00015  # of the loop's time, for reading or for draining, between two rounds of others
 
 
 class ZmqIngest:
@@ -70,22 +72,22 @@ class ZmqIngest:
         assert self._feed is None, (
             "an ingest starts once: its trackers know nothing of an earlier one's batches"
         )
-        loop = asyncio.get_running_loop()
+        turns = Turns(asyncio.get_running_loop(), self._settings.slice_s)
         self._feed = Feed(
             self._writer,
             self._decode,
             self._settings.queue,
-            loop,
+            turns,
             self._resume_reading,
             is_blocked=self._is_blocked,
         )
-        self._receiver = Receiver(self._feed, self._settings.sequence, self._settings.sockets)
+        self._receiver = Receiver(self._feed, turns, self._settings.sequence, self._settings.sockets)
         for pod in self._pods.values():
             self._begin(pod, self._receiver)
         self._receiver.start()
 
     def stop(self) -> None:
-        """Ends the thread and all sockets. What is still queued is not applied; a later start replays it."""
+        """Ends all sockets. What is still queued is not applied; a later start replays it."""
         if self._receiver is None or self._feed is None:
             return
         self._receiver.stop()
@@ -168,10 +170,6 @@ class ZmqIngest:
             self._receiver.unfollow(name)
 
     # -- how it goes
-
-    @property
-    def is_alive(self) -> bool:
-        return self._receiver is not None and self._receiver.is_alive
 
     @property
     def queued_batches(self) -> int:

@@ -67,7 +67,7 @@ ZMQ_COUNTERS = {
     "messages_malformed": "Messages that are not the frames of a batch",
     "open_failures": "Sockets that could not be opened; each is tried again",
     "handshake_failures": "Connections that ended before a ZMQ handshake did; each is tried again",
-    "faults": "Rounds of the receiver that ended in a fault of ours",
+    "faults": "Faults of ours in the receiver",
     "duplicates": "Batches that came again and were dropped",
     "probes": "Questions whether the end of a stream was lost",
     "replay_timeouts": "Replays cut short because no reply came",

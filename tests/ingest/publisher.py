@@ -116,9 +116,13 @@ class Publisher:
         self.call(roll_over)
 
     def call(self, command: Callable[[], object]) -> None:
+        assert self.begin(command).wait(30), "the publisher lives"
+
+    def begin(self, command: Callable[[], object]) -> threading.Event:
+        """Set when the command is done."""
         done = threading.Event()
         self._commands.put((command, done))
-        assert done.wait(30), "the publisher lives"
+        return done
 
     def kill(self) -> None:
         self._commands.put(None)

@@ -135,8 +135,9 @@ class ContentBacklog {
   // One that part 0 has left, or a new one.
   void begin_chunk(Part& part) {
     if (spares_.empty()) {
-      spares_.emplace_back();
-      spares_.back().renew(sizeof(Chunk) / Pages::kPageBytes);
+      Pages fresh;  // not a spare before it is there
+      fresh.renew(sizeof(Chunk) / Pages::kPageBytes);
+      spares_.push_back(std::move(fresh));
     }
     part.chunks.push_back(std::move(spares_.back()));
     spares_.pop_back();
@@ -157,17 +158,16 @@ inline void ContentBacklog::spread(size_t work) {
   }
   if (parts_.size() < 1 + (size_t{1} << bits)) return;
   for (size_t done = 0; done < work && parts_[0].size != 0; ++done) {
-    const Record record = parts_[0].pop();
+    Part& part = parts_[1 + (parts_[0].simhash(parts_[0].size - 1) >> 32 >> (32 - bits))];
+    if (part.is_full()) {
+      begin_chunk(part);  // should there be no more memory, nothing has moved yet
+      done += kWorkPerChunk;
+    }
+    part.add(parts_[0].pop());
     if (parts_[0].has_spare()) {
       spares_.push_back(std::move(parts_[0].chunks.back()));
       parts_[0].chunks.pop_back();
     }
-    Part& part = parts_[1 + (record.simhash >> 32 >> (32 - bits))];
-    if (part.is_full()) {
-      begin_chunk(part);
-      done += kWorkPerChunk;
-    }
-    part.add(record);
   }
 }
 

@@ -305,18 +305,27 @@ class SegmentedTable {
       ++directory_bits_;
     }
     const uint32_t fresh = static_cast<uint32_t>(segments_.size());
+    lift(segments_[index]);
     segments_.emplace_back();
     Segment& lower = segments_[index];
     Segment& upper = segments_[fresh];
-    lift(lower);
-    const uint64_t bit = uint64_t{1} << (63 - lower.depth);
+    const uint32_t depth = lower.depth;
+    const uint64_t bit = uint64_t{1} << (63 - depth);
     const auto middle = std::partition_point(lifted_.begin(), lifted_.end(),
                                              [bit](const Entry& entry) { return (entry.key & bit) == 0; });
     const size_t low_count = static_cast<size_t>(middle - lifted_.begin());
     const size_t high_count = lifted_.size() - low_count;
-    upper.depth = ++lower.depth;
-    lay_out(upper, lifted_.data() + low_count, high_count, pages_for(high_count));
-    lay_out(lower, lifted_.data(), low_count, pages_for(low_count));
+    upper.depth = depth + 1;
+    try {
+      lay_out(upper, lifted_.data() + low_count, high_count, pages_for(high_count));
+      lower.depth = depth + 1;
+      lay_out(lower, lifted_.data(), low_count, pages_for(low_count));
+    } catch (...) {  // no more memory: all is where it was
+      lower.depth = depth;
+      page_bytes_ -= upper.memory.bytes();
+      segments_.pop_back();
+      throw;
+    }
     // The directory cells of the old segment are one run; its upper half now names the new one.
     const size_t run = size_t{1} << (directory_bits_ - lower.depth + 1);
     const size_t first = (lifted_.front().key >> (64 - directory_bits_)) & ~(run - 1);
@@ -334,28 +343,32 @@ class SegmentedTable {
   }
 
   // Gives the segment `pages` pages, or more where the keys cluster at its end, and spreads the entries over
-  // them.
+  // them. Throws std::bad_alloc, and then nothing has changed.
   void lay_out(Segment& segment, const Entry* entries, size_t count, size_t pages) {
-    uint32_t tail = 0;
+    const uint32_t range_before = segment.range;
+    uint32_t tail = 0, places = 0;
     while (true) {
-      const uint32_t places = static_cast<uint32_t>(pages * Pages::kPageBytes / sizeof(Entry));
+      places = static_cast<uint32_t>(pages * Pages::kPageBytes / sizeof(Entry));
       const uint32_t slack = 16 + places / 64 + tail;
       if (slack < places) {
         segment.range = places - slack;
         uint32_t end = 0;
         for (size_t i = 0; i < count; ++i) end = std::max(segment.home(entries[i].key), end) + 1;
-        if (end < places) {
-          segment.places = places;
-          break;
-        }
+        if (end < places) break;
         tail += end - places + 32;
       }
       pages += 1 + tail * sizeof(Entry) / Pages::kPageBytes;
     }
-    const size_t written = std::min(segment.memory.bytes(), pages * Pages::kPageBytes);  // the rest is zero
-    page_bytes_ -= segment.memory.bytes();
-    segment.memory.resize(pages);
-    page_bytes_ += segment.memory.bytes();
+    const size_t bytes_before = segment.memory.bytes();
+    try {
+      segment.memory.resize(pages);
+    } catch (...) {  // no more memory: all is where it was
+      segment.range = range_before;
+      throw;
+    }
+    segment.places = places;
+    page_bytes_ += segment.memory.bytes() - bytes_before;
+    const size_t written = std::min(bytes_before, segment.memory.bytes());  // the rest is zero
     Entry* const slots = segment.slots();
     std::memset(static_cast<void*>(slots), 0, written);
     uint32_t place = 0;

@@ -1,0 +1,71 @@
+"""Where the system gives no more memory a call fails, and what is stored and removed then is what is there afterwards.
+
+In a process of its own, whose address space is bounded while blocks come and go: which table meets the bound is up to
+the place.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+STORY = """
+import random, resource, signal, sys
+from pathlib import Path
+from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
+
+signal.alarm(60)  # whoever looks for ever for what is not there
+room, batch = int(sys.argv[1]), int(sys.argv[2])
+chance = random.Random(room)
+index = FuzzyIndex(FuzzyLimits())
+index.add_context(7, 16)
+
+def bound(most):
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+
+live = []
+while len(live) < 40_000 // batch:
+    live.append(chance.randbytes(8 * batch))
+    index.store(7, live[-1], chance.randbytes(64 * batch))
+most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + room
+failures = 0
+for turn in range(1_500):
+    coming = turn % 3 != 2
+    prefixes = chance.randbytes(8 * batch) if coming else live.pop(chance.randrange(len(live)))
+    tokens = chance.randbytes(64 * batch)
+    bound(most)
+    try:
+        if coming:
+            index.store(7, prefixes, tokens)
+            live.append(prefixes)
+        else:
+            index.remove(7, prefixes)
+        bound(resource.RLIM_INFINITY)
+    except MemoryError:
+        bound(resource.RLIM_INFINITY)
+        failures += 1
+        index.remove(7, prefixes)
+assert failures > 0
+assert set(index.prefix_hashes(7)) == {
+    int.from_bytes(each[at : at + 8], "little") for each in live for at in range(0, 8 * batch, 8)
+}
+"""
+
+
+@pytest.mark.skipif("TEST_CORE" in os.environ, reason="sanitizers need all of the address space")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("room", "batch"), [(0, 16), (131_072, 16), (0, 256), (131_072, 256), (1_000_000, 256)]
+)
+def test_blocks_come_and_go_without_memory(room: int, batch: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STORY, str(room), str(batch)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -118,6 +118,7 @@ class FuzzyContext {
   static constexpr size_t kPendingPart = 64;            // of an awake context that waits, at the most
   static constexpr size_t kPendingMax = 4 * kPut;
   static constexpr size_t kUnaskedMin = 65'536;
+  static constexpr size_t kRemovalsPerGiveBack = 4'096;  // fewer than a segment of a full set holds
   // What a slice does at the most, and what between two looks at the clock.
   static constexpr size_t kDrainsPerSlice = 3;
   static constexpr size_t kSplitsPerSlice = 1'024, kSplitsTogether = 128;
@@ -316,8 +317,9 @@ inline void FuzzyContext::grow(size_t insertions) {
 inline void FuzzyContext::remove(std::span<const uint64_t> prefixes) {
   ++version_;
   const size_t visits = table_.size() < backlog_.size() / 4 ? kVisitsPerRemovalAsleep : kVisitsPerRemoval;
-  for (DoomedSet& doomed : doomed_) doomed.give_back();
   for (size_t begin = 0; begin < prefixes.size(); begin += kSweptTogether) {
+    if (begin % kRemovalsPerGiveBack == 0)
+      for (DoomedSet& doomed : doomed_) doomed.give_back();
     const auto some = prefixes.subspan(begin, std::min(kSweptTogether, prefixes.size() - begin));
     for (const uint64_t prefix : some) doomed_[1].prefetch_entry(prefix);
     const uint32_t doomed = doomed_of(some);

@@ -273,6 +273,37 @@ def test_asleep_a_block_takes_no_more_than_forty_bytes_as_others_come_and_go(old
     }
 
 
+@pytest.mark.parametrize("state", STATES)
+def test_a_block_whose_removal_was_told_twice_comes_back(state: str) -> None:
+    """Before the sweep has seen it: nothing of the second removal may be left to hide it."""
+    chance = random.Random(11)
+    pair = Pair()
+    blocks = {p: random_block(chance) for p in random_hashes(20_000, chance)}
+    pair.store_in(state, blocks)
+    for gone in (chance.sample(list(blocks), 20), chance.sample(list(blocks), 200)):
+        pair.remove(gone * 2)
+        pair.remove(gone)
+        pair.check_contents()
+        assert pair.index.stats().unswept <= 240
+        pair.store({p: blocks[p] for p in gone})
+        pair.check_contents()
+    pair.remove(list(blocks)[:10_000])
+    pair.check_contents()
+
+
+def test_memory_of_many_that_are_removed_in_one_call_is_used_again() -> None:
+    chance = random.Random(12)
+    index = FuzzyIndex(FuzzyLimits())
+    assert index.add_context(CONTEXT, BLOCK)
+    sizes = []
+    for _ in range(12):
+        passing = chance.randbytes(8 * 100_000)
+        index.store(CONTEXT, passing, chance.randbytes(4 * BLOCK * 100_000))
+        index.remove(CONTEXT, passing)
+        sizes.append(index.stats().bytes)
+    assert sizes[-1] <= sizes[2] * 1.2
+
+
 def test_what_goes_and_comes_back_at_once_does_not_pile_up() -> None:
     """Asleep, nothing is looked up: a block that is stored again before it was swept must not stay twice for ever."""
     chance = random.Random(6)

@@ -223,8 +223,8 @@ class NearTable {
     std::array<Pages, 2> heads;  // tables B and C: the first node of every bucket
 
     void resize(unsigned bits) {
-      directory.resize(pages_for(size_t{1} << bits, sizeof(Bucket)));
       for (Pages& pages : heads) pages.resize(pages_for(size_t{1} << bits, sizeof(WordHead)));
+      directory.resize(pages_for(size_t{1} << bits, sizeof(Bucket)));  // last: it tells that all are there
     }
     Bucket* buckets() const { return static_cast<Bucket*>(directory.base()); }
     WordHead* words(unsigned table) const { return static_cast<WordHead*>(heads[table - 1].base()); }

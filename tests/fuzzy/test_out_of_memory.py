@@ -55,17 +55,63 @@ assert set(index.prefix_hashes(7)) == {
 """
 
 
-@pytest.mark.skipif("TEST_CORE" in os.environ, reason="sanitizers need all of the address space")
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(
-    ("room", "batch"), [(0, 16), (131_072, 16), (0, 256), (131_072, 256), (1_000_000, 256)]
-)
-def test_blocks_come_and_go_without_memory(room: int, batch: int) -> None:
+WAKING = """
+import random, resource, signal, sys
+from pathlib import Path
+from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
+
+signal.alarm(60)
+more = int(sys.argv[1])
+chance = random.Random(more)
+index = FuzzyIndex(FuzzyLimits())
+index.add_context(7, 16)
+
+def bound(most):
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+
+live = []
+for _ in range(400):
+    live.append(chance.randbytes(8 * 256))
+    index.store(7, live[-1], chance.randbytes(64 * 256))
+taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+tokens, failures, awake = bytes(4 * 64), 0, 0
+while not awake:
+    bound(taken + failures * more)
+    try:
+        awake = index.core.exact(7, tokens, 1, 0, 1)[1]
+        bound(resource.RLIM_INFINITY)
+    except MemoryError:
+        bound(resource.RLIM_INFINITY)
+        failures += 1
+assert failures > 10
+assert set(index.prefix_hashes(7)) == {
+    int.from_bytes(each[at : at + 8], "little") for each in live for at in range(0, 8 * 256, 8)
+}
+"""
+
+
+def tell(story: str, *arguments: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", STORY, str(room), str(batch)],
+        [sys.executable, "-c", story, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif("TEST_CORE" in os.environ, reason="sanitizers need all of the address space")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("room", "batch"), [(0, 16), (131_072, 16), (0, 256), (131_072, 256), (1_000_000, 256)]
+)
+def test_blocks_come_and_go_without_memory(room: int, batch: int) -> None:
+    tell(STORY, room, batch)
+
+
+@pytest.mark.skipif("TEST_CORE" in os.environ, reason="sanitizers need all of the address space")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("more", [10_000, 50_000, 200_000])
+def test_a_context_that_wakes_without_memory_goes_on_when_there_is_some(more: int) -> None:
+    tell(WAKING, more)

@@ -273,6 +273,24 @@ def test_asleep_a_block_takes_no_more_than_forty_bytes_as_others_come_and_go(old
     }
 
 
+@pytest.mark.parametrize(("state", "most"), [("asleep", 0.36), ("awake", 0.15)])
+def test_removed_blocks_are_a_bounded_part_of_all_as_others_come_and_go(state: str, most: float) -> None:
+    chance = random.Random(13)
+    index = FuzzyIndex(FuzzyLimits())
+    assert index.add_context(CONTEXT, BLOCK)
+    held: list[bytes] = []
+    for turn in range(600):
+        if state == "awake" and turn % 50 == 0:
+            for _ in wake_slices(index):
+                pass
+        held.append(chance.randbytes(8 * 256))
+        index.store(CONTEXT, held[-1], chance.randbytes(4 * BLOCK * 256))
+        if len(held) > 100:
+            index.remove(CONTEXT, held.pop(chance.randrange(len(held))))
+            stats = index.stats()
+            assert stats.unswept <= stats.blocks * most, turn
+
+
 @pytest.mark.parametrize("state", STATES)
 def test_a_block_whose_removal_was_told_twice_comes_back(state: str) -> None:
     """Before the sweep has seen it: nothing of the second removal may be left to hide it."""

@@ -68,7 +68,7 @@ class Stream:
     block_size: int | None = None  # as the pod was registered with
     resume_at: tuple[int, int] | None = None  # (number, digest) of the last batch of an earlier process
     followed: bool = True  # once false, what is still queued for it is dropped
-    cause: str = ""  # of its last report
+    cause: str = ""  # of the last report that its receiver put, drained or not
 
     def __str__(self) -> str:
         return f"source {self.pod} rank {self.dp_rank}"
@@ -217,7 +217,6 @@ class Feed:
                 return
 
     def _report(self, stream: Stream, report: Report) -> None:
-        stream.cause = report.cause
         self._writer.set_source_state(
             stream.pod,
             stream.dp_rank,

@@ -228,7 +228,7 @@ class Receiver:
             subscription.tracker.close()
             self._feed.put(stream, Report(SourceState.DOWN, cause="the receiver failed; see the log"))
             self._feed.put(stream, Reset(restarted=False, cause="the receiver failed"))
-            subscription.told = ""
+            stream.cause = ""
             subscription.tracker = self._tracker(subscription.replay, now)
             subscription.reopen_at_s = now + self._limits.reopen_interval_s
         return False
@@ -277,7 +277,7 @@ class Receiver:
         tracker = self._tracker(replay, now, stream.resume_at)
         stream.resume_at = None  # a tracker that is made anew comes behind a reset
         handshakes_ = Handshakes(str(publisher), self._limits.handshake_patience_s)
-        return Subscription(stream, publisher, replay, pod.topic, tracker, handshakes_, told=stream.cause)
+        return Subscription(stream, publisher, replay, pod.topic, tracker, handshakes_)
 
     def _tracker(
         self, replay: Endpoint | None, now: float, resume_at: tuple[int, int] | None = None
@@ -308,6 +308,7 @@ class Receiver:
         cause = "the receiver started over"
         for subscriptions in self._subscriptions.values():
             for subscription in subscriptions:
+                subscription.stream.cause = cause
                 self._feed.put(subscription.stream, Report(SourceState.DOWN, cause=cause))
                 self._feed.put(subscription.stream, Reset(restarted=False, cause=cause))
                 subscription.tracker.close()
@@ -437,12 +438,12 @@ class Receiver:
                 self._replays.stop(subscription, now)
             else:
                 if isinstance(action, Report):
-                    subscription.told = action.cause
+                    subscription.stream.cause = action.cause
                 self._feed.put(subscription.stream, action)
 
     def _report_down(self, subscription: Subscription, cause: str) -> None:
-        if subscription.told != cause:
-            subscription.told = cause
+        if subscription.stream.cause != cause:
+            subscription.stream.cause = cause
             self._feed.put(subscription.stream, Report(SourceState.DOWN, cause=cause))
 
     # -- opening and closing

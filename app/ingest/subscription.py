@@ -52,4 +52,3 @@ class Subscription:
     resolved: bool = True  # the last attempt to connect got past the name
     replay_from: int | None = None  # a request that waits for its turn
     reopen_at_s: float | None = None
-    told: str = ""  # the cause of the last report that was put into the feed

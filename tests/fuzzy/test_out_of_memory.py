@@ -12,20 +12,23 @@ import sys
 
 import pytest
 
-STORY = """
+START = """
 import random, resource, signal, sys
 from pathlib import Path
 from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
 
 signal.alarm(60)  # whoever looks for ever for what is not there
-room, batch = int(sys.argv[1]), int(sys.argv[2])
-chance = random.Random(room)
+chance = random.Random(int(sys.argv[1]))
 index = FuzzyIndex(FuzzyLimits())
 index.add_context(7, 16)
 
 def bound(most):
     resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+"""
 
+
+STORY = """
+room, batch = int(sys.argv[1]), int(sys.argv[2])
 live = []
 while len(live) < 40_000 // batch:
     live.append(chance.randbytes(8 * batch))
@@ -56,19 +59,7 @@ assert set(index.prefix_hashes(7)) == {
 
 
 WAKING = """
-import random, resource, signal, sys
-from pathlib import Path
-from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
-
-signal.alarm(60)
 more = int(sys.argv[1])
-chance = random.Random(more)
-index = FuzzyIndex(FuzzyLimits())
-index.add_context(7, 16)
-
-def bound(most):
-    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
-
 live = []
 for _ in range(400):
     live.append(chance.randbytes(8 * 256))
@@ -92,7 +83,7 @@ assert set(index.prefix_hashes(7)) == {
 
 def tell(story: str, *arguments: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", story, *map(str, arguments)],
+        [sys.executable, "-c", START + story, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=120,

@@ -18,7 +18,7 @@ from app.ingest.vllm import decode_batch
 from app.ingest.zmq import ZmqIngest
 from app.pods import PodSpec, SourceState
 from tests.ingest.publisher import Publisher, payload_of
-from tests.ingest.test_zmq import SETTINGS, Ledger, Scene
+from tests.ingest.test_zmq import SETTINGS, Ledger, Scene, spec
 
 BATCHES_MAX = 8
 
@@ -183,14 +183,7 @@ def test_monitors_are_read_while_the_feed_is_full() -> None:
             gate = Gate(ledger, room=0)
             ingest = ZmqIngest(ledger, settings, is_blocked=gate.is_blocked)
             at = Scene(ledger, ingest)
-            ingest.pod_added(
-                PodSpec(
-                    "pod",
-                    "m",
-                    zmq_endpoint=f"tcp://127.0.0.1:{publisher.port}",
-                    replay_endpoint=f"tcp://127.0.0.1:{publisher.replay_port}",
-                )
-            )
+            ingest.pod_added(spec(publisher))
             ingest.start()
             try:
                 await at.until(lambda: ingest.counters()["queue_full_pauses"] == 1, "the replay fills it")
@@ -235,14 +228,7 @@ def test_replies_that_wait_for_room_are_not_overdue(monkeypatch: pytest.MonkeyPa
             settings = dataclasses.replace(SETTINGS, queue=QueueLimits(queue_batches_max=4))
             ingest = ZmqIngest(ledger, settings, is_blocked=gate.is_blocked)
             at = Scene(ledger, ingest)
-            ingest.pod_added(
-                PodSpec(
-                    "pod",
-                    "m",
-                    zmq_endpoint=f"tcp://127.0.0.1:{publisher.port}",
-                    replay_endpoint=f"tcp://127.0.0.1:{publisher.replay_port}",
-                )
-            )
+            ingest.pod_added(spec(publisher))
             ingest.start()
             try:
                 await at.until(lambda: ingest.counters()["queue_full_pauses"] == 1, "the replay fills it")
@@ -270,14 +256,7 @@ def test_a_stream_whose_writer_was_blocked_is_exact_afterwards() -> None:
             gate = Gate(ledger, room=0)
             ingest = ZmqIngest(ledger, SETTINGS, is_blocked=gate.is_blocked)
             at = Scene(ledger, ingest)
-            ingest.pod_added(
-                PodSpec(
-                    "pod",
-                    "m",
-                    zmq_endpoint=f"tcp://127.0.0.1:{publisher.port}",
-                    replay_endpoint=f"tcp://127.0.0.1:{publisher.replay_port}",
-                )
-            )
+            ingest.pod_added(spec(publisher))
             ingest.start()
             try:
                 publisher.publish(20)

@@ -792,11 +792,11 @@ nb::object plain_event(const wire::PlainEvent& event, EventBuffers& buffers, siz
                         std::move(buffers.tokens), event.block_size, lora, kind, extra);
 }
 
-// A finite float64 as such, any other span as it stands.
+// A float64 that is a time as such, any other span as it stands.
 nb::object time_value(wire::Span span) {
   if (span.size() == 9 && span[0] == 0xcb) {
     const double value = std::bit_cast<double>(wire::read_be(span.data() + 1, 8));
-    if (std::isfinite(value)) return nb::float_(value);
+    if (std::isfinite(value) && value >= 0) return nb::float_(value);
   }
   return as_bytes(span);
 }

@@ -158,7 +158,7 @@ class PlainBatch {
     if (span[0] == 0xc0) return true;
     if (span.size() != 9 || span[0] != 0xcb) return false;
     ts_ = std::bit_cast<double>(wire::read_be(span.data() + 1, 8));
-    return std::isfinite(*ts_);
+    return std::isfinite(*ts_) && *ts_ >= 0;
   }
 
   bool read_rank(wire::Span span) {

@@ -46,7 +46,7 @@ class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: _Name | None = None
     lora: Annotated[str, Meta(max_length=NAME_CHARS_MAX)] | None = None
     seq: Annotated[int, Meta(ge=0, le=SEQ_MAX)] | None = None
-    ts: float | None = None
+    ts: Annotated[float, Meta(ge=0)] | None = None
     owner: _Name | None = None
 
 

@@ -141,14 +141,14 @@ def decode_events(
 
 
 def batch_ts(raw: object) -> float | None:
-    """Of a raw value, None when there is none. Raises UnreadableBatch."""
+    """Of a raw value, None when there is none, or one that is no time. Raises UnreadableBatch."""
     value = _batch_scalar(raw, "ts")
     if value is None:
         return None
     if isinstance(value, (bool, str)):
         raise UnreadableBatch("the time of a batch is a number of seconds", field="ts")
     ts = float(value)
-    return ts if math.isfinite(ts) else None
+    return ts if math.isfinite(ts) and ts >= 0 else None
 
 
 def batch_rank(raw: object) -> int | None:

@@ -31,7 +31,7 @@ class EventPost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     dp_rank: Annotated[int, msgspec.Meta(ge=0, le=RANK_MAX)] = 0
     model: _Name | None = None
     seq: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    ts: float | None = None
+    ts: Annotated[float, msgspec.Meta(ge=0)] | None = None
 
 
 _decoder = msgspec.json.Decoder(EventPost)

@@ -6,6 +6,7 @@ import array
 import asyncio
 import base64
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,23 @@ def test_unknown_fields_pass_inside_events_only(indexer: Indexer) -> None:
     assert response.json()["errors"][0]["field"] == "invented"
 
 
+@pytest.mark.parametrize("ts", [-5, -0.5, -1e308])
+def test_a_time_that_cannot_be_is_refused(indexer: Indexer, ts: float) -> None:
+    indexer.events(stored([1], TOKENS[:4]), ts=1.0)
+    before = indexer.picture()
+    response = indexer.events(stored([2], TOKENS[4:8], parent=1), ts=ts)
+    assert (response.status_code, response.json()["errors"][0]["field"]) == (422, "ts")
+    assert indexer.picture() == before
+    assert lags(indexer) == 1
+
+
+def lags(indexer: Indexer) -> float:
+    """Batches whose lag was observed, where the sum of their lags is a number."""
+    found = dict(line.rsplit(" ", 1) for line in indexer.get("/metrics").text.splitlines() if line[0] != "#")
+    assert math.isfinite(float(found["kvindexer_event_lag_seconds_sum"]))
+    return float(found["kvindexer_event_lag_seconds_count"])
+
+
 # -- the payload of an engine
 
 
@@ -238,6 +256,17 @@ def test_payload(indexer: Indexer, event: Any) -> None:
     assert response.status_code == 200, response.text
     assert response.json()["stored_blocks"] == 2
     assert indexer.depths(TOKENS) == {"pod-a": 2}
+
+
+@pytest.mark.parametrize("ts", [math.nan, math.inf, -math.inf, -5, -5.0, -1e308])
+def test_a_payload_whose_time_cannot_be_counts_and_has_no_lag(indexer: Indexer, ts: float) -> None:
+    post_payload(indexer, payload(stored([1], TOKENS[:4])))
+    assert lags(indexer) == 1
+    for _ in range(2):  # two of -1e308 have a sum that is no number
+        response = post_payload(indexer, payload(stored([2], TOKENS[4:8], parent=1), ts=ts))
+        assert (response.status_code, response.json()["stored_blocks"]) == (200, 1)
+    assert indexer.depths(TOKENS) == {"pod-a": 2}
+    assert lags(indexer) == 1
 
 
 def test_rank_of_a_payload_counts_unless_the_query_names_one(indexer: Indexer) -> None:

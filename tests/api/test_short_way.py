@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import struct
 from typing import Any
 
@@ -131,10 +132,16 @@ class Pair:
         assert self.short.picture() == self.cut.picture() == self.long.picture()
         stats = [indexer.service.stats() for indexer in self.all]
         assert stats[0] == stats[1] == stats[2]
+        assert len({_lags(indexer) for indexer in self.all}) == 1
 
     def close(self) -> None:
         for indexer in self.all:
             indexer.close()
+
+
+def _lags(indexer: Indexer) -> str:
+    """How many batches had a time."""
+    return indexer.get("/metrics").text.partition("kvindexer_event_lag_seconds_count ")[2].partition("\n")[0]
 
 
 def _exact(value: Any) -> Any:
@@ -286,7 +293,13 @@ requests = st.one_of(
     st.tuples(
         st.one_of(st.just("/v1/events?pod=pod-a&model=m"), queries.map("/v1/events?".__add__)),
         st.just(MSGPACK),
-        damaged(st.lists(events, max_size=7).map(lambda told: _as_msgpack([1.0, told, 0]))),
+        damaged(
+            st.builds(
+                lambda ts, told: _as_msgpack([ts, told, 0]),
+                st.one_of(st.just(1.0), st.sampled_from([-1.0, -0.0, math.nan, -math.inf, 1, None])),
+                st.lists(events, max_size=7),
+            )
+        ),
     ),
     st.tuples(
         st.sampled_from(["/v1/match", "/v1/events", "/v1/match?model=m"]),

@@ -133,6 +133,8 @@ def body_of(told: Any, **more: Any) -> bytes:
 def test_usual_batches_are_taken(name: str) -> None:
     assert reads_payload(msgspec.msgpack.encode([1.5, USUAL[name], 3]))
     assert reads_payload(msgspec.msgpack.encode([None, USUAL[name]]))
+    no_time = msgspec.msgpack.encode([-1.5, USUAL[name]])
+    assert not reads_payload(no_time), "the plain decoder says what that is"
     assert reads_json(body_of(USUAL[name], model="m", lora="", dp_rank=2, seq=5, ts=1.25, owner=None))
     assert reads_json(body_of(USUAL[name]))
 

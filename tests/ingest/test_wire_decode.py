@@ -91,7 +91,8 @@ def test_time_and_rank_may_be_missing() -> None:
     for batch in batches:
         assert decode_batch(msgspec.msgpack.encode(batch)) == EventBatch(events=(), positions=())
     assert decode_batch(msgspec.msgpack.encode([5, []])).ts == 5.0
-    assert decode_batch(msgspec.msgpack.encode([float("nan"), []])).ts is None
+    for time in (float("nan"), float("inf"), float("-inf"), -5.0, -5, -1e308):
+        assert decode_batch(msgspec.msgpack.encode([time, []])).ts is None
 
 
 @pytest.mark.parametrize(

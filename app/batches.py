@@ -92,6 +92,12 @@ class Batches:
         if sifted is None:
             assert source is not None
             source.duplicates += 1
+            if _is_of_another_run(source, seq, batch.ts):
+                self._registry.lose(
+                    source,
+                    f"number {seq} came again, stamped later than all up to number {source.last_seq}: "
+                    "the engine may have restarted, and its number 0 been lost",
+                )
             return BatchResult(duplicate=True)
         if sifted.is_useless:
             self._count_rejected(source, sifted.rejected)
@@ -111,7 +117,7 @@ class Batches:
         # A dump ends with a number and no event, and the engine's own may follow.
         if seq == 0 and (sifted.events or sifted.ignored or sifted.rejected):
             source.first_digest = digest
-        result = self._apply(source, sifted, seq, lora, owner_number)
+        result = self._apply(source, sifted, seq, lora, owner_number, ts=batch.ts)
         if is_beside and any(_is_of_gpu(event) for event in sifted.events):
             self._registry.lose(source, "a batch was posted beside its stream, which does not know of it")
         return result
@@ -153,6 +159,7 @@ class Batches:
         dp_rank: int,
         seq: int | None,
         lora: str | None,
+        ts: float | None = None,
     ) -> BatchResult | None:
         """See IndexerService.post_plain."""
         known = self._registry.pods.get(pod)
@@ -179,7 +186,7 @@ class Batches:
             source.events["BlockRemoved"] += events - stores
         source.offloads |= offloads
         source.unknown_blocks += unknown
-        return self._book(source, seq, stored, removed, orphans, accepted=events)
+        return self._book(source, seq, stored, removed, orphans, accepted=events, ts=ts)
 
     def _is_followed(self, pod: str) -> bool:
         known = self._registry.pods.get(pod)
@@ -234,7 +241,14 @@ class Batches:
         return self._apply(source, sift(batch, source.block_size, source.chunk_sizes), seq, None)
 
     def _apply(
-        self, source: Source, sifted: Sifted, seq: int | None, lora: str | None, owner: int = 0
+        self,
+        source: Source,
+        sifted: Sifted,
+        seq: int | None,
+        lora: str | None,
+        owner: int = 0,
+        *,
+        ts: float | None = None,
     ) -> BatchResult:
         self._registry.welcome_back(source)
         if source.block_size != sifted.block_size:
@@ -254,6 +268,7 @@ class Batches:
             accepted=accepted,
             ignored=sifted.ignored,
             rejected=sifted.rejected,
+            ts=ts,
         )
 
     def _book(
@@ -267,13 +282,17 @@ class Batches:
         accepted: int,
         ignored: int = 0,
         rejected: tuple[RejectedEvent, ...] = (),
+        ts: float | None = None,
     ) -> BatchResult:
         """The books of a batch that was applied."""
         source.batches += 1
         source.stored_blocks += stored_blocks
         source.removed_blocks += removed_blocks
         source.orphans += orphan_blocks
-        source.last_seq = source.last_seq if seq is None else seq
+        if seq is not None:
+            source.last_seq = seq
+            if ts is None or source.newest_ts is None or ts > source.newest_ts:
+                source.newest_ts = ts
         self._registry.hear(source)
         waiting = self._index.orphan_blocks(source.index_id) if orphan_blocks else 0
         result = BatchResult(
@@ -337,3 +356,14 @@ def _restarted(source: Source, seq: int | None, digest: int | None) -> bool:
 
 def _seen(source: Source, seq: int | None) -> bool:
     return seq is not None and source.last_seq is not None and seq <= source.last_seq
+
+
+def _is_of_another_run(source: Source, seq: int | None, ts: float | None) -> bool:
+    """A batch that was seen cannot be one of those: it is stamped later than all of them.
+
+    Not one with the last number: its sender may not have got the answer, and have stamped it anew. The latest stamp
+    and not the last one counts, since clocks are set back; there is none behind a batch without a stamp.
+    """
+    if seq is None or ts is None or source.newest_ts is None:
+        return False
+    return seq != source.last_seq and ts > source.newest_ts

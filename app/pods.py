@@ -62,6 +62,7 @@ class Source:
     last_seq: int | None = None  # newest sequence number that a match already sees
     last_digest: int | None = None  # of the batch `last_seq` of a followed stream
     first_digest: int | None = None  # of posted batch 0
+    newest_ts: float | None = None  # the latest stamp of numbered posts; None behind one without
     last_event_at_s: float | None = None  # on the service's clock
     block_size: int | None = None  # of the GPU tier, in tokens: declared, or learned from the first event
     chunk_sizes: dict[Tier, int] = dataclasses.field(

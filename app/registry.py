@@ -198,6 +198,7 @@ class Registry:
         source.last_seq = None
         source.last_digest = None
         source.first_digest = None
+        source.newest_ts = None
         source.block_size = self.pods[source.pod].spec.block_size
         source.chunk_sizes.clear()
         source.offloads = False

@@ -61,6 +61,7 @@ class SavedSource(msgspec.Struct, frozen=True):
     heard_s_ago: float | None
     stream: str = SourceState.LIVE.value
     stream_cause: str = ""
+    newest_ts: float | None = None
 
 
 class SavedPod(msgspec.Struct, frozen=True):
@@ -175,6 +176,7 @@ def _describe_source(source: Source, index: Index, now_s: float) -> SavedSource:
         heard_s_ago=None if source.last_event_at_s is None else now_s - source.last_event_at_s,
         stream=source.stream.value,
         stream_cause=source.stream_cause,
+        newest_ts=source.newest_ts,
     )
 
 
@@ -274,6 +276,7 @@ def _restore_source(
     source.last_seq = saved.last_seq
     source.last_digest = saved.last_digest
     source.first_digest = saved.first_digest
+    source.newest_ts = saved.newest_ts
     if in_log:
         registry.set_stream(source, SourceState(saved.stream), saved.stream_cause)
     if not _may_hold(registry, source):

@@ -202,7 +202,9 @@ class IndexerService:
 
         `lora` is the adapter of events that name none, `owner` whom its blocks are stored for. The first `seq` of
         a source is taken as it is; one that was seen changes nothing, save 0 with another `digest` (any hash of
-        what was sent) than before: then the engine restarted, and what it held is forgotten first. One past the
+        what was sent) than before: then the engine restarted, and what it held is forgotten first. One below the
+        last that is stamped (`batch.ts`) later than all that were applied is of another run, whose number 0 got lost:
+        it changes nothing, and the source is degraded. One past the
         next says that batches were lost, and the source is degraded; so it is when the sender says that its
         picture is `incomplete`. For a pod that is followed `seq` is not looked at, since the numbers are its stream's,
         and what is said of the GPU tier beside that stream degrades the source.
@@ -230,10 +232,11 @@ class IndexerService:
         dp_rank: int,
         seq: int | None,
         lora: str | None,
+        ts: float | None = None,
     ) -> BatchResult | None:
         """`post` of a batch that was read natively and is the usual next one of a known source: in one call of the
         index. None: it is not, nothing has changed, and `post` says what it is."""
-        return self._batches.post_plain(pod, plain, model=model, dp_rank=dp_rank, seq=seq, lora=lora)
+        return self._batches.post_plain(pod, plain, model=model, dp_rank=dp_rank, seq=seq, lora=lora, ts=ts)
 
     def listing(self) -> Iterator[None]:
         """What `post` of a batch with `PrefixesStored` would do first, in one go, where it was not done before: in

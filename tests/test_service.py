@@ -322,6 +322,61 @@ def test_what_was_number_0_before_a_reset_is_no_proof_behind_it(bench: Bench) ->
     assert first().duplicate
 
 
+def test_a_seen_number_stamped_later_than_all_before_is_another_run(bench: Bench) -> None:
+    """An engine restarted and its number 0 got lost: what it says passes for seen, and the picture is not its own."""
+    for seq in range(8):
+        bench.post(stored(seq), seq=seq, ts=100.0 + seq)
+    assert bench.post(stored(0), seq=1, ts=200.0).duplicate
+    source = bench.service.pod("a").sources[0]
+    assert (source.state, bench.depth(), source.last_seq) == (SourceState.DEGRADED, 8, 7)
+    assert source.cause.startswith("number 1 came again, stamped later than all up to number 7: ")
+    bench.post(AllBlocksCleared(), stored(0), seq=8, ts=201.0)
+    assert (source.state, bench.depth()) == (SourceState.LIVE, 1)
+    bench.post(stored(1), seq=5, ts=202.0)
+    bench.service.post("a", batch(stored(2), ts=203.0), model="m", dp_rank=0, seq=0, lora=None, digest=7)
+    assert (source.state, source.last_seq, source.restarts) == (SourceState.LIVE, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("seq", "ts"),
+    [(3, 103.0), (3, 107.0), (7, 200.0), (3, None), (None, 200.0), (0, 100.0)],
+    ids=["late", "late, at the same time", "the last one again", "no stamp", "no number", "the first one"],
+)
+def test_a_late_duplicate_says_nothing_of_the_engine(bench: Bench, seq: int | None, ts: float | None) -> None:
+    for number in range(8):
+        bench.post(stored(number), seq=number, ts=100.0 + number)
+    bench.post(stored(0), seq=seq, ts=ts)
+    assert bench.state() is SourceState.LIVE
+
+
+def test_stamps_of_a_clock_that_was_set_back_are_no_restart(bench: Bench) -> None:
+    for seq, ts in enumerate([100.0, 101.0, 50.0, 51.0]):
+        bench.post(stored(seq), seq=seq, ts=ts)
+    bench.post(stored(1), seq=1, ts=101.0)
+    assert bench.state() is SourceState.LIVE
+
+
+def test_without_stamps_a_seen_number_stays_a_duplicate(bench: Bench) -> None:
+    bench.post(stored(0), seq=5, ts=1.0)
+    bench.post(stored(0), seq=6)
+    bench.post(stored(0), seq=3, ts=2.0)
+    assert bench.state() is SourceState.LIVE
+    bench.post(stored(0), seq=7, ts=5.0)
+    bench.post(stored(0), seq=3, ts=4.0)
+    assert bench.state() is SourceState.LIVE
+    bench.post(stored(0), seq=3, ts=6.0)
+    assert bench.state() is SourceState.DEGRADED
+
+
+def test_stamps_are_of_one_run_only(bench: Bench) -> None:
+    bench.post(stored(0), seq=5, ts=500.0)
+    bench.service.reset_source("a", 0, restarted=True)
+    for seq in (1, 2):
+        bench.post(stored(0), seq=seq, ts=seq)
+    bench.post(stored(0), seq=1, ts=3.0)
+    assert bench.state() is SourceState.DEGRADED, "the 500 was another run's"
+
+
 def test_gap_degrades_until_the_engine_clears(bench: Bench) -> None:
     bench.post(stored(0), seq=0)
     bench.post(stored(1), seq=3)
@@ -919,6 +974,8 @@ SEQUELS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "removed on another tier": ([told_removed(100, medium="CPU")], {}),
     "the next number": ([told(1)], {"seq": 6}),
     "without its model": ([told(1)], {"model": None}),
+    "stamped": ([told(1)], {"seq": 6, "ts": 7.5}),
+    "stamped, without a number": ([told(1)], {"ts": 7.5}),
 }
 REFUSED: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "a number twice": ([told(1)], {"seq": 5}),
@@ -944,10 +1001,9 @@ def test_a_batch_that_was_read_natively_does_what_its_events_do(make: MakeBench,
     events, more = SEQUELS[name]
     natively, usually = after_one(make), after_one(make)
     payload = msgspec.msgpack.encode([None, events])
-    decoded = decode_batch(payload, block_size=SIZE)
-    result = usually.service.post(
-        "a", decoded, **{"model": "m", "dp_rank": 0, "seq": None, "lora": None, **more}
-    )
+    said = {"model": "m", "dp_rank": 0, "seq": None, "lora": None, **more}
+    decoded = msgspec.structs.replace(decode_batch(payload, block_size=SIZE), ts=said.pop("ts", None))
+    result = usually.service.post("a", decoded, **said)
     assert posted_natively(natively, *events, **more) == result
     assert natively.service.stats() == usually.service.stats()
     assert natively.match() == usually.match()

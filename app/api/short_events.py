@@ -148,7 +148,7 @@ def _apply_plain(
     ts: float | None,
 ) -> bytes | None:
     """What is answered to the batch that `wiring.plain` has read. None: nothing has changed, it needs the general way."""
-    result = service.post_plain(pod, wiring.plain, model=model, dp_rank=dp_rank, seq=seq, lora=lora)
+    result = service.post_plain(pod, wiring.plain, model=model, dp_rank=dp_rank, seq=seq, lora=lora, ts=ts)
     if result is None:
         return None
     if ts is not None:

@@ -104,7 +104,11 @@ class EventsFields(Body):
         le=HASH_MAX,
         description="Sequence number: a batch seen before changes nothing, a gap is seen.",
     )
-    ts: float | None = Field(None, ge=0, description="The engine's Unix time in seconds.")
+    ts: float | None = Field(
+        None,
+        ge=0,
+        description="When the engine made the batch, in Unix seconds: the same when it is sent again.",
+    )
     owner: Name | None = Field(
         None,
         description="Whom the blocks are stored for, an agent: fuzzy matches name it and can leave out its own.",

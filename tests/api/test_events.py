@@ -105,6 +105,25 @@ def test_other_batch_as_number_0_is_a_restarted_engine(indexer: Indexer) -> None
     assert (rank["state"], rank["restarts"], rank["last_seq"]) == ("live", 1, 0)
 
 
+@pytest.mark.parametrize("is_payload", [False, True], ids=["envelope", "payload"])
+def test_a_restart_whose_number_0_got_lost_is_seen_by_its_stamps(indexer: Indexer, is_payload: bool) -> None:
+    def post(number: int, ts: float) -> Any:
+        event = stored([number], TOKENS[:4])
+        if is_payload:
+            return post_payload(indexer, payload(event, ts=ts), seq=number).json()
+        return indexer.events(event, seq=number, ts=ts).json()
+
+    for number in range(1, 6):  # all but the first go natively from their bytes into the index
+        post(number, 100.0 + number)
+    assert post(4, 104.0)["duplicate"] is True
+    (rank,) = indexer.get("/v1/pods/pod-a").json()["ranks"]
+    assert rank["state"] == "live"
+    assert post(4, 110.0)["duplicate"] is True
+    (rank,) = indexer.get("/v1/pods/pod-a").json()["ranks"]
+    assert (rank["state"], rank["last_seq"]) == ("degraded", 5)
+    assert rank["cause"].startswith("number 4 came again, stamped later than all up to number 5")
+
+
 def test_gap_degrades_the_source(indexer: Indexer) -> None:
     indexer.events(stored([1], TOKENS[:4]), seq=5)
     indexer.events(stored([2], TOKENS[4:8], parent=1), seq=7)

@@ -67,6 +67,7 @@ class History:
         self.random = random.Random(seed)
         self.folds = self.random.choice([0, 0, 7, 40])  # names are so few that they mean several things
         self.seqs: dict[tuple[str, int], int] = {}
+        self.now_s = 100.0
         self.told: list[tuple[str, int, Path, str | None, Tier, int]] = []
 
     def name(self, pod: str, path: Path, lora: str | None) -> int:
@@ -135,8 +136,18 @@ class History:
         if r.random() < 0.1:
             bad = (RejectedEvent(index=len(events), reason="type", detail="no such event"),)
         return EventBatch(
-            events=events, positions=tuple(range(len(events))), rejected=bad, ignored=int(r.random() < 0.1)
+            events=events,
+            positions=tuple(range(len(events))),
+            rejected=bad,
+            ignored=int(r.random() < 0.1),
+            ts=self.stamp(),
         )
+
+    def stamp(self) -> float | None:
+        """Mostly a little later than before; at times none, and at times that of a clock which was set back."""
+        r = self.random
+        self.now_s = max(0.0, self.now_s + r.choice([0, 1, 1, 1, 1, -5]))
+        return r.choice([None, self.now_s, self.now_s, self.now_s])
 
     def step(self) -> Step:
         r = self.random
@@ -181,6 +192,8 @@ class History:
             said["seq"] = 0
         if r.random() < 0.2:
             said["seq"] = None
+        elif r.random() < 0.05:
+            said["seq"] = max(seq - 2, 0)
         else:
             self.seqs[pod, dp_rank] = said["seq"]
         if said["seq"] == 0:

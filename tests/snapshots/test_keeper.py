@@ -173,6 +173,26 @@ def test_what_was_learned_of_a_source_comes_back(tmp_path: Path) -> None:
     assert state is SourceState.DEGRADED, "a clear says nothing of the blocks on the CPU"
 
 
+@pytest.mark.parametrize("knows", [True, False], ids=["as it is", "of an older release"])
+def test_stamps_of_a_run_come_back(tmp_path: Path, knows: bool) -> None:
+    """Or nobody can tell by them."""
+    bench = Bench(tmp_path / "snapshot")
+    for seq in range(3):
+        event = batch(stored(seq), ts=100.0 + seq)
+        bench.service.post("pod-a", event, model="m", dp_rank=0, seq=seq, lora=None)
+    if not knows:
+        bench.service.pod("pod-a").sources[0].newest_ts = None
+    asyncio.run(bench.keeper.save())
+    fresh = bench.restarted(1)
+    for ts, state in (
+        (101.0, SourceState.LIVE),
+        (103.0, SourceState.DEGRADED if knows else SourceState.LIVE),
+    ):
+        again = fresh.service.post("pod-a", batch(stored(1), ts=ts), model="m", dp_rank=0, seq=1, lora=None)
+        assert again.duplicate
+        assert fresh.service.pod("pod-a").sources[0].state is state
+
+
 def test_orphans_are_a_loss(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "snapshot")
     bench.post(0, 1, seq=0)

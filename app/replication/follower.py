@@ -122,6 +122,7 @@ class Follower:
             try:
                 interruptions = self._interruptions
                 await self._places.ensure(partition)
+                await self._log.warn_of_evictions()
                 if self._interruptions != interruptions:
                     continue
                 if failures:

@@ -16,6 +16,7 @@ have a password in it.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +30,8 @@ from redis.exceptions import RedisClusterException, ResponseError
 
 from app.errors import UNDECODABLE, InvalidSettings, LogAway
 from app.redis_faults import REDIS_FAULTS
+
+logger = logging.getLogger(__name__)
 
 BEGINNING = "0-0"  # the position before the first message
 BLOCK_S = 1.0  # how long a read waits for something new
@@ -63,6 +66,7 @@ class RedisLog:
         self.number = ""  # of the log that is read and written here; "": none is known yet
         self._writer = _client(url, cluster=cluster, timeout_s=timeout_s)
         self._reader = _client(url, cluster=cluster, timeout_s=timeout_s + BLOCK_S)
+        self._evicts = ""  # what was told last of its evictions
 
     @property
     def commands(self) -> Any:
@@ -73,6 +77,28 @@ class RedisLog:
         with contextlib.suppress(*REDIS_FAULTS):
             await self._writer.aclose()
             await self._reader.aclose()
+
+    async def warn_of_evictions(self) -> None:
+        """One line in the log where Redis may evict what is here, and none again while that stays so, nor where it may
+        not be asked."""
+        try:
+            async with _away_is_told():
+                if isinstance(self._writer, RedisCluster):
+                    nodes = await self._writer.info("memory", target_nodes=RedisCluster.PRIMARIES)
+                else:
+                    nodes = {"": await self._writer.info("memory")}
+        except LogAway as error:
+            if isinstance(error.__cause__, ResponseError):
+                return
+            raise
+        found = {policy for memory in nodes.values() if (policy := _evicting(memory))}
+        before, self._evicts = self._evicts, ", ".join(sorted(found))
+        if found and self._evicts != before:
+            logger.warning(
+                "Redis may evict the log and the snapshots when its maxmemory is reached: its maxmemory-policy is %s; "
+                "set maxmemory-policy noeviction",
+                self._evicts,
+            )
 
     async def terms(self) -> Terms | None:
         """Those in force; None: there is no log."""
@@ -196,6 +222,12 @@ def order(position: str) -> tuple[int, int]:
     """Positions compare by these."""
     milliseconds, _, number = position.partition("-")
     return int(milliseconds), int(number or 0)
+
+
+def _evicting(memory: dict[str, Any]) -> str:
+    """The policy by which keys without an end to their life may go; "" where none may."""
+    policy = str(memory.get("maxmemory_policy", ""))
+    return policy if policy.startswith("allkeys-") and memory.get("maxmemory") else ""
 
 
 def _text(position: bytes | str) -> str:

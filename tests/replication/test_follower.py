@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 import pytest
@@ -81,3 +82,33 @@ def test_what_was_read_before_an_interruption_is_not_applied_behind_it(
             await log.close()
 
     asyncio.run(play())
+
+
+def test_a_redis_that_may_evict_what_is_read_is_told_when_reading_begins(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with redis_server.client() as client:
+        client.config_set("maxmemory", "100mb")
+        client.config_set("maxmemory-policy", "allkeys-lru")
+
+    async def play() -> None:
+        log = RedisLog(redis_server.url, cluster=False, namespace="test", timeout_s=5.0)
+        log.number = "1"
+        applier = Applier(Lone(Settings(), Clock()).service, "this", 2, settle=lambda *_: None)
+        applier.state = beginning("1", 2)
+        gates = [Gate(), Gate()]
+        reader = Follower(log, applier, gates[0], partitions=2, keep_s=60.0, ended=Ended())
+        other = Follower(log, applier, gates[1], partitions=2, keep_s=60.0, ended=Ended())
+        tasks = [asyncio.create_task(reader.run(0)), asyncio.create_task(other.run(1))]
+        try:
+            await until(lambda: reader.partitions[0].caught_up and other.partitions[1].caught_up, "both read")
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await log.close()
+
+    asyncio.run(play())
+    told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == 1, told
+    assert "allkeys-lru" in told[0]

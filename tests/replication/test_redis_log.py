@@ -1,11 +1,18 @@
-"""A URL of Redis that cannot be used is told without a word of it: there is a password in it."""
+"""What a replica makes of the Redis that it is given: a URL that cannot be used is told without a word of it, since there
+is a password in it; one that may lose the log to evictions is told too."""
 
 from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
 
 import pytest
 
 from app.errors import InvalidSettings
 from app.replication.redis_log import RedisLog
+from tests.replication.redis_server import RedisServer
+from tests.replication.variants import Cluster
 
 SECRETS = ("s3cret", "4711", "hidden")
 
@@ -49,3 +56,84 @@ def test_a_url_that_cannot_be_used_is_not_repeated(url: str, cluster: bool) -> N
 )
 def test_a_url_that_can_be_used_is(url: str) -> None:
     RedisLog(url, cluster=False, namespace="test", timeout_s=1.0)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def connect(url: str, *, times: int = 1, cluster: bool = False) -> None:
+    async def ask() -> None:
+        log = RedisLog(url, cluster=cluster, namespace="test", timeout_s=5.0)
+        try:
+            for _ in range(times):
+                await log.warn_of_evictions()
+        finally:
+            await log.close()
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("memory", "policy", "is_told"),
+    [
+        ("100mb", "allkeys-lru", True),
+        ("100mb", "allkeys-random", True),
+        ("0", "allkeys-lru", False),
+        ("100mb", "noeviction", False),
+        ("100mb", "volatile-lru", False),
+    ],
+)
+def test_a_redis_that_may_evict_the_log_is_told_once(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture, memory: str, policy: str, is_told: bool
+) -> None:
+    with redis_server.client() as client:
+        client.config_set("maxmemory", memory)
+        client.config_set("maxmemory-policy", policy)
+    connect(redis_server.url, times=3)
+    told = warnings(caplog)
+    assert len(told) == is_told
+    for line in told:
+        assert f"its maxmemory-policy is {policy}; set maxmemory-policy noeviction" in line
+
+
+def test_a_policy_that_changed_meanwhile_is_told_again(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def play() -> None:
+        log = RedisLog(redis_server.url, cluster=False, namespace="test", timeout_s=5.0)
+        with redis_server.client() as client:
+            client.config_set("maxmemory", "100mb")
+            for policy in ("allkeys-lru", "allkeys-lfu", "noeviction", "noeviction", "allkeys-lfu"):
+                client.config_set("maxmemory-policy", policy)
+                await log.warn_of_evictions()
+        await log.close()
+
+    asyncio.run(play())
+    assert [line.partition("policy is ")[2].partition(";")[0] for line in warnings(caplog)] == [
+        "allkeys-lru",
+        "allkeys-lfu",
+        "allkeys-lfu",
+    ]
+
+
+def test_who_may_not_ask_is_not_told(redis_server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+    with redis_server.client() as client:
+        client.config_set("maxmemory", "100mb")
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.execute_command("ACL", "SETUSER", "indexer", "on", ">secret", "~*", "+@all", "-info")
+    connect(f"redis://indexer:secret@127.0.0.1:{redis_server.port}/0")
+    assert warnings(caplog) == []
+
+
+def test_every_node_of_a_cluster_is_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster(tmp_path)
+    try:
+        with cluster.nodes[-1].client() as client:
+            client.config_set("maxmemory", "100mb")
+            client.config_set("maxmemory-policy", "allkeys-lru")
+        connect(cluster.url, cluster=True)
+    finally:
+        cluster.stop()
+    (line,) = warnings(caplog)
+    assert "its maxmemory-policy is allkeys-lru" in line

@@ -32,7 +32,7 @@ DEADLINE_S = 30.0
 PARTITIONS = 6
 TERMS = Terms(log="1", version=1, partitions=PARTITIONS, fuzzy=False, count_copies=True)
 # What a user of Redis must be allowed: see docs/operations.md.
-RIGHTS = "~{kvindexer* -@all +@read +@write +@connection +@scripting +time"
+RIGHTS = "~{kvindexer* -@all +@read +@write +@connection +@scripting +time +info"
 
 
 @dataclasses.dataclass(frozen=True)

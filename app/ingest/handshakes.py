@@ -1,4 +1,11 @@
-"""What the monitor of a connecting socket says of its handshakes, and what is wrong where they fail.
+"""What the monitor of a connecting socket says of its attempts and its handshakes, and what is wrong where they fail.
+
+libzmq 4.3 gives no errno for an attempt that fails: the value of CONNECT_RETRIED is the interval, that of CLOSED the
+descriptor. Which events come, and when, tells what it is:
+
+    no address, or no route     CONNECT_RETRIED, and no CONNECT_DELAYED before it
+    refused                     CONNECT_DELAYED, and CONNECT_RETRIED at once
+    no answer                   CONNECT_DELAYED, and nothing for two minutes: longer than `patience_s`
 
 TCP connects to anything: a web server, a proxy with nothing behind it, a port of the engine that is another one. ZMQ says
 then that a connection began, perhaps that its handshake failed, and tries again for ever; or it takes what comes for an
@@ -17,6 +24,44 @@ FAILED = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _WRONG_PORT = "is that the port of a ZMQ publisher?"
+
+
+class Attempts:
+    """To connect, of one socket: what is wrong with the newest, "" while nothing is known to be."""
+
+    def __init__(self, endpoint: str, patience_s: float) -> None:
+        self._endpoint = endpoint
+        self._patience_s = patience_s
+        self._resolved = True  # the last one got past the name
+        self._began_at_s: float | None = None  # the one that is under way
+
+    def on_event(self, kind: int, now: float) -> str:
+        """A monitor's event."""
+        if kind == zmq.EVENT_CONNECT_DELAYED:
+            self._resolved, self._began_at_s = True, now
+        elif kind == zmq.EVENT_CONNECTED:
+            self._began_at_s = None
+        elif kind == zmq.EVENT_CONNECT_RETRIED:
+            trouble = self.trouble(now)
+            if not trouble and self._began_at_s is not None:
+                trouble = f"{self._endpoint} refuses connections: nothing listens on that port, or a firewall says no"
+            elif not self._resolved:
+                trouble = (
+                    f"no address for the host of {self._endpoint}, no route to it, or no descriptor left"
+                )
+            self._resolved, self._began_at_s = False, None
+            return trouble
+        return ""
+
+    def trouble(self, now: float) -> str:
+        """Of one that takes too long."""
+        if self._began_at_s is None or now - self._began_at_s < self._patience_s:
+            return ""
+        return f"no answer from {self._endpoint}: a wrong address, or something on the way drops what is sent"
+
+    def close(self) -> None:
+        """The socket is closed."""
+        self._resolved, self._began_at_s = True, None
 
 
 class Handshakes:

@@ -32,7 +32,7 @@ from app.errors import UnreadableBatch
 from app.ingest import handshakes
 from app.ingest.actions import Action, Report, RequestReplay, Reset, StopReplay
 from app.ingest.feed import Feed, Stream
-from app.ingest.handshakes import Handshakes
+from app.ingest.handshakes import Attempts, Handshakes
 from app.ingest.replays import Replays
 from app.ingest.sequence import SequenceCounters, SequenceLimits, SequenceTracker
 from app.ingest.sockets import SocketLimits, Sockets
@@ -276,8 +276,9 @@ class Receiver:
     ) -> Subscription:
         tracker = self._tracker(replay, now, stream.resume_at)
         stream.resume_at = None  # a tracker that is made anew comes behind a reset
+        attempts = Attempts(str(publisher), self._limits.handshake_patience_s)
         handshakes_ = Handshakes(str(publisher), self._limits.handshake_patience_s)
-        return Subscription(stream, publisher, replay, pod.topic, tracker, handshakes_)
+        return Subscription(stream, publisher, replay, pod.topic, tracker, attempts, handshakes_)
 
     def _tracker(
         self, replay: Endpoint | None, now: float, resume_at: tuple[int, int] | None = None
@@ -301,6 +302,8 @@ class Receiver:
             self._on_failed_handshake(subscription)
             self._close(subscription, now)  # ZMQ takes it for an open connection
             subscription.reopen_at_s = now + self._limits.reopen_interval_s
+        elif trouble := subscription.attempts.trouble(now):
+            self._report_down(subscription, trouble)
         self._perform(subscription, subscription.tracker.tick(now), now)
 
     def _start_over(self) -> None:
@@ -402,16 +405,10 @@ class Receiver:
                 subscription.established = False
                 cause = f"the connection to {subscription.publisher} ended"
                 self._perform(subscription, tracker.on_disconnected(now, cause), now)
-        elif kind == zmq.EVENT_CONNECT_DELAYED:
-            subscription.resolved = True
-        elif kind == zmq.EVENT_CONNECT_RETRIED:
-            # An attempt whose host name has no address ends without having begun to connect.
-            if not subscription.resolved and not subscription.established:
-                self._report_down(
-                    subscription,
-                    f"no address for the host of {subscription.publisher}, or no descriptor left",
-                )
-            subscription.resolved = False
+        trouble = "" if subscription.publisher.binds else subscription.attempts.on_event(kind, now)
+        if trouble and not subscription.established:
+            subscription.handshakes.forget()  # there is nobody to shake hands with now
+            self._report_down(subscription, trouble)
 
     def _watch_for_an_end(self, subscription: Subscription, kind: int, now: float) -> None:
         """ZMQ gives a peer up for good that breaks the protocol or sends too long a message: it says that the
@@ -470,4 +467,5 @@ class Receiver:
         self._sockets.close_live(subscription)
         subscription.connections.clear()
         subscription.established = False
+        subscription.attempts.close()
         subscription.handshakes.close()

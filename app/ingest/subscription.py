@@ -8,7 +8,7 @@ import zmq
 
 from app.endpoints import Endpoint
 from app.ingest.feed import Stream
-from app.ingest.handshakes import Handshakes
+from app.ingest.handshakes import Attempts, Handshakes
 from app.ingest.sequence import SequenceTracker
 
 FollowedStream = tuple[Stream, Endpoint, Endpoint | None]
@@ -43,12 +43,12 @@ class Subscription:
     replay: Endpoint | None
     topic: bytes
     tracker: SequenceTracker
+    attempts: Attempts
     handshakes: Handshakes
     live: zmq.Socket[bytes] | None = None
     monitor: zmq.Socket[bytes] | None = None
     dealer: zmq.Socket[bytes] | None = None
     connections: set[int] = dataclasses.field(default_factory=set)
     established: bool = False
-    resolved: bool = True  # the last attempt to connect got past the name
     replay_from: int | None = None  # a request that waits for its turn
     reopen_at_s: float | None = None

@@ -5,6 +5,7 @@ or is told.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import http.server
@@ -27,6 +28,7 @@ from app.events import AllBlocksCleared, EventBatch
 from app.hashing import digest
 from app.ingest.actions import Action, Deliver, Reset
 from app.ingest.feed import Feed, QueueLimits, Stream
+from app.ingest.handshakes import Attempts
 from app.ingest.receiver import Receiver
 from app.ingest.sequence import SequenceLimits
 from app.ingest.sockets import SocketLimits, Sockets
@@ -693,6 +695,87 @@ def test_an_impossible_endpoint_is_told_and_stops_nobody(
     asyncio.run(run())
 
 
+def test_an_engine_that_is_not_there_is_told_once_until_it_comes(
+    publishers: Callable[..., Publisher],
+) -> None:
+    """Nothing listens on its port before it begins, nor when it has ended."""
+
+    async def run() -> None:
+        with scene() as at:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            refused = f"tcp://127.0.0.1:{port} refuses connections: nothing listens on that port, or a firewall says no"
+            at.ingest.pod_added(PodSpec("pod", "m", zmq_endpoint=f"tcp://127.0.0.1:{port}"))
+            await at.until(lambda: at.ledger.entry().causes[-1] == refused, "told")
+            engine = publishers(port=port)
+            engine.publish(3)
+            await at.until(lambda: at.ledger.state() is not SourceState.DOWN, "followed")
+            causes = at.ledger.entry().causes
+            assert causes.count(refused) == 1, "not each time that it is tried"
+            engine.kill()
+            await at.until(lambda: at.ledger.entry().causes[-1] == refused, "told again")
+            assert at.ledger.state() is SourceState.DOWN
+
+    asyncio.run(run())
+
+
+def test_an_address_that_does_not_answer_is_told_once(publishers: Callable[..., Publisher]) -> None:
+    """Nobody takes connections from a queue that is full, so what is sent to it is dropped as by a firewall."""
+
+    async def run() -> None:
+        with scene(IMPATIENT) as at, contextlib.ExitStack() as stack:
+            silent = stack.enter_context(socket.socket())
+            silent.bind(("127.0.0.1", 0))
+            silent.listen(0)
+            for _ in range(4):
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(silent.getsockname())
+            endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+            at.ingest.pod_added(PodSpec("pod", "m", zmq_endpoint=endpoint))
+            said = f"no answer from {endpoint}: "
+            await at.until(lambda: at.ledger.entry().causes[-1].startswith(said), "told")
+            other = publishers()
+            other.publish(2)
+            at.ingest.pod_added(spec(other, name="other"))
+            await at.until_exact(other, "other")
+            assert at.ledger.state() is SourceState.DOWN
+            assert len([cause for cause in at.ledger.entry().causes if cause.startswith(said)]) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        ([(zmq.EVENT_CONNECT_DELAYED, 0.0), (zmq.EVENT_CONNECT_RETRIED, 0.1)], "refuses connections"),
+        (
+            [(zmq.EVENT_CONNECT_DELAYED, 0.0), (zmq.EVENT_CONNECT_RETRIED, 127.0)],
+            "no answer",
+        ),  # by the kernel
+        ([(zmq.EVENT_CONNECT_RETRIED, 0.0), (zmq.EVENT_CONNECT_RETRIED, 0.1)], "no address"),
+        # A connection that ended, and is tried again.
+        (
+            [
+                (zmq.EVENT_CONNECT_DELAYED, 0.0),
+                (zmq.EVENT_CONNECTED, 0.1),
+                (zmq.EVENT_DISCONNECTED, 9.0),
+                (zmq.EVENT_CONNECT_RETRIED, 9.0),
+            ],
+            "",
+        ),
+    ],
+    ids=["refused", "given up by the kernel", "no address", "ended"],
+)
+def test_what_an_attempt_came_to(events: list[tuple[int, float]], said: str) -> None:
+    attempts = Attempts("tcp://engine:5557", 3.0)
+    told = [attempts.on_event(kind, now) for kind, now in events]
+    assert told[-1].startswith(said) if said.startswith("no") else said in told[-1]
+    assert bool(told[-1]) == bool(said)
+    assert not any(told[:-1])
+    assert not attempts.trouble(1_000.0), "nothing is under way"
+
+
 def test_an_engine_behind_something_that_was_none_is_followed(publishers: Callable[..., Publisher]) -> None:
     """Something else had its port, and broke the protocol: ZMQ gives such a peer up for good, the ingest does not."""
     publisher = publishers()
@@ -769,6 +852,7 @@ def test_what_is_no_publisher_is_told_and_an_engine_behind_it_followed(
                 )
             told = [cause for cause in at.ledger.entry().causes if cause.startswith(said.format(port))]
             assert len(told) < at.ingest.counters()["handshake_failures"], "not each time that it fails"
+            await at.until(lambda: "refuses connections" in at.ledger.entry().causes[-1], "it has gone")
             publishers(port=port).publish(3)
             await at.until(lambda: at.ledger.state() is not SourceState.DOWN, "followed")
 

@@ -143,6 +143,8 @@ class Batches:
     def check_sender(self, pod: str, model: str | None, dp_rank: int) -> None:
         """See IndexerService.check_sender."""
         known = self._registry.pods.get(pod)
+        if known is None:
+            self._registry.check_name(pod)
         if known is None and not model:
             detail = f"pod {pod!r} is not registered: its first batch must name the model"
             raise InvalidInput(detail, field="model")

@@ -108,8 +108,7 @@ class Registry:
 
     def check(self, spec: PodSpec) -> None:
         """Raises InvalidInput or LimitExceeded for what is wrong with the spec alone."""
-        if not spec.name:
-            raise InvalidInput("a pod needs a name", field="pod")
+        self.check_name(spec.name)
         if not spec.model:
             raise InvalidInput(f"pod {spec.name!r} needs a model", field="model")
         if spec.block_size is not None and spec.block_size < 1:
@@ -117,6 +116,13 @@ class Registry:
         if spec.dp_size < 1:
             raise InvalidInput(f"dp_size {spec.dp_size} is not positive", field="dp_size")
         self.check_rank(spec.dp_size - 1)
+
+    def check_name(self, name: str) -> None:
+        """Raises InvalidInput for what cannot be the name of a pod."""
+        if not name:
+            raise InvalidInput("a pod needs a name", field="pod")
+        if name.endswith("/blocks"):  # DELETE of its path would be that of another pod's blocks
+            raise InvalidInput("a pod whose name ends with /blocks could not be deleted", field="pod")
 
     # -- sources
 

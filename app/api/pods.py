@@ -78,8 +78,6 @@ async def delete_pod(pod: str, request: Request) -> Response:
 
 
 def _spec(name: str, said: PodRequest) -> PodSpec:
-    if name.endswith("/blocks"):
-        raise InvalidInput("a pod whose name ends with /blocks could not be deleted", field="pod")
     try:
         _name.validate_python(name)
     except ValidationError as error:

@@ -142,10 +142,39 @@ def test_unknown_pod_is_404(indexer: Indexer, method: str, path: str) -> None:
     assert "'none'" in response.json()["detail"]
 
 
-def test_a_name_that_could_not_be_deleted_is_refused(indexer: Indexer) -> None:
-    response = indexer.request("PUT", "/v1/pods/a/blocks", json={"model": "m"})
-    assert response.status_code == 422
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("PUT", "/v1/pods/a/blocks", {"model": "m"}),
+        (
+            "POST",
+            "/v1/events",
+            {"pod": "a/blocks", "model": "m", "owner": "o", "events": [stored([1], [1, 2, 3, 4])]},
+        ),
+        ("POST", "/v1/events", {"pod": "a/blocks", "events": []}),
+        (
+            "POST",
+            "/register",
+            {
+                "instance_id": "a/blocks",
+                "endpoint": "tcp://127.0.0.1:1",
+                "model_name": "m",
+                "block_size": 4,
+                "dp_rank": 0,
+            },
+        ),
+    ],
+    ids=["PUT", "its first batch", "without a model", "register"],
+)
+def test_a_name_that_could_not_be_deleted_is_refused(
+    indexer: Indexer, method: str, path: str, body: dict[str, Any]
+) -> None:
+    """DELETE of its path is that of the blocks of the pod a."""
+    before = indexer.picture(), indexer.get("/v1/owners").json()
+    response = indexer.request(method, path, json=body)
+    assert response.status_code == 422, response.text
     assert response.json()["errors"][0]["field"] == "pod"
+    assert (indexer.picture(), indexer.get("/v1/owners").json()) == before
 
 
 def test_a_405_names_every_method_of_the_path(indexer: Indexer) -> None:

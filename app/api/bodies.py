@@ -165,9 +165,10 @@ def validate_params(model: type[Model], params: QueryParams, *, lists: tuple[str
 
 
 def refuse_query(request: Request) -> None:
-    """Everything is in the body, so a query parameter is a mistake that would pass unseen."""
+    """Everything is in the body or in the path, so a query parameter is a mistake that would pass unseen."""
     for name in request.query_params:
-        raise InvalidInput(f"query parameter {name} is not known here: it belongs into the body", field=name)
+        hint = ": it belongs into the body" if request.method in ("POST", "PUT") else ""
+        raise InvalidInput(f"query parameter {name} is not known here{hint}", field=name)
 
 
 def _validated(model: type[Model], values: Mapping[str, Any], *, strict: bool) -> Model:

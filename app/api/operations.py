@@ -17,6 +17,7 @@ router = APIRouter(tags=["operations"])
 @router.get("/v1/stats", **described(StatsResponse))
 async def stats(request: Request) -> Response:
     """Figures of the index, the sources and the queries since the start."""
+    bodies.refuse_query(request)
     wiring = wiring_of(request)
     replication = {} if wiring.replication is None else {"replication": wiring.replication()}
     figures = {**wiring.service.stats(), "discovery": wiring.discovery(), **replication}

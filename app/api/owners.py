@@ -20,6 +20,7 @@ router = APIRouter(prefix="/v1/owners", tags=["owners"])
 @router.get("", **described(OwnersResponse))
 async def list_owners(request: Request) -> Response:
     """Every owner that blocks were stored for, by name."""
+    bodies.refuse_query(request)
     return bodies.answer(request, _shown(wiring_of(request).service.owners.all()))
 
 
@@ -29,6 +30,7 @@ async def clear_owner(owner: str, request: Request) -> Response:
 
     The blocks stay where they are: for their other owners, or for nobody. Returns whose they were.
     """
+    bodies.refuse_query(request)
     return bodies.answer(request, _shown(await wiring_of(request).writer.clear_owner(owner)))
 
 

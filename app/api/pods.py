@@ -42,6 +42,7 @@ async def remove_blocks(pod: str, request: Request) -> Response:
 @router.get("", **described(PodsResponse))
 async def list_pods(request: Request) -> Response:
     """Every registered pod, by name."""
+    bodies.refuse_query(request)
     wiring = wiring_of(request)
     pods = sorted(wiring.service.pods.values(), key=lambda pod: pod.spec.name)
     return bodies.answer(request, {"pods": [_shown(wiring, pod) for pod in pods]})
@@ -50,6 +51,7 @@ async def list_pods(request: Request) -> Response:
 @router.get("/{pod:path}", **described(PodResponse))
 async def get_pod(pod: str, request: Request) -> Response:
     """One pod with the state of each rank."""
+    bodies.refuse_query(request)
     wiring = wiring_of(request)
     return bodies.answer(request, _shown(wiring, wiring.service.pod(pod)))
 
@@ -73,6 +75,7 @@ async def put_pod(pod: str, request: Request) -> Response:
 )
 async def delete_pod(pod: str, request: Request) -> Response:
     """Forgets a pod and all that it holds, and stops following it."""
+    bodies.refuse_query(request)
     await wiring_of(request).writer.drop_pod(pod)
     return Response(status_code=204)
 

@@ -185,6 +185,34 @@ def test_unknown_pod(filled: Indexer, method: str, path: str, body: Any) -> None
 
 
 @pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/stats"),
+        ("GET", "/v1/pods"),
+        ("GET", "/v1/pods/pod-a"),
+        ("DELETE", "/v1/pods/pod-a"),
+        ("DELETE", "/v1/pods/pod-a/blocks"),
+        ("GET", "/v1/owners"),
+        ("DELETE", "/v1/owners/o"),
+        ("GET", "/v1/dump"),
+        ("GET", "/v1/live"),
+        ("POST", "/v1/match"),
+        ("POST", "/v1/hashes"),
+        ("PUT", "/v1/pods/pod-a"),
+    ],
+)
+def test_a_query_parameter_that_nobody_knows(filled: Indexer, method: str, path: str) -> None:
+    """One that is known to a longer path, say: DELETE of a pod with a tier would forget all of it."""
+    filled.events(stored([3], TOKENS[:4]), owner="o")
+    before = filled.picture(), filled.get("/v1/owners").json()
+    body = None if method in ("GET", "DELETE") else {"model": "m", "token_ids": TOKENS}
+    response = filled.request(method, f"{path}?invented=gpu", json=body)
+    assert response.status_code == 422
+    assert response.json()["errors"][0]["field"] == "invented"
+    assert (filled.picture(), filled.get("/v1/owners").json()) == before
+
+
+@pytest.mark.parametrize(
     ("event", "word"),
     [
         (stored([2**64], TOKENS[:4]), "hash"),

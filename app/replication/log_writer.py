@@ -16,9 +16,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from app.batches import BatchResult
 from app.errors import LogAway
-from app.events import BlockRemoved, EventBatch, Tier
+from app.events import BlockRemoved, Envelope, EventBatch, Tier
 from app.owners import OwnerInfo
 from app.pods import Pod, PodSpec, SourceState
 from app.replication.applier import Applier
@@ -67,45 +69,23 @@ class LogWriter:
 
     # -- Writer
 
-    async def post(
-        self,
-        pod: str,
-        batch: EventBatch,
-        *,
-        model: str | None,
-        dp_rank: int,
-        seq: int | None,
-        lora: str | None,
-        digest: int | None = None,
-        incomplete: bool = False,
-        owner: str | None = None,
-    ) -> BatchResult:
-        self._service.owners.check(owner)
-        if not self._coder.is_under_way(pod, dp_rank):
-            self._service.check(pod, batch, model=model, dp_rank=dp_rank, seq=seq, digest=digest)
-        elif not self._coder.is_changing(pod):
-            self._service.check_sender(pod, model, dp_rank)
+    async def post(self, envelope: Envelope, batch: EventBatch) -> BatchResult:
+        self._service.owners.check(envelope.owner)
+        if not self._coder.is_under_way(envelope.pod, envelope.dp_rank):
+            self._service.check(envelope, batch)
+        elif not self._coder.is_changing(envelope.pod):
+            self._service.check_sender(envelope)
         coded, ticket = self._coder.code(
-            pod,
-            dp_rank,
+            envelope.pod,
+            envelope.dp_rank,
             batch,
-            model=model,
-            lora=lora,
-            seq=seq,
-            may_restart=seq == 0 and digest is not None,
+            model=envelope.model,
+            lora=envelope.lora,
+            seq=envelope.seq,
+            may_restart=envelope.seq == 0 and envelope.digest is not None,
         )
-        entry = Posted(
-            pod=pod,
-            model=model,
-            dp_rank=dp_rank,
-            seq=seq,
-            lora=lora,
-            digest=digest,
-            incomplete=incomplete,
-            batch=coded,
-            owner=owner,
-        )
-        result = await self._answer(self._put(pod, entry, ticket))
+        entry = Posted(batch=coded, **msgspec.structs.asdict(envelope))
+        result = await self._answer(self._put(envelope.pod, entry, ticket))
         assert isinstance(result, BatchResult)
         return result
 

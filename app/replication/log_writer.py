@@ -75,15 +75,7 @@ class LogWriter:
             self._service.check(envelope, batch)
         elif not self._coder.is_changing(envelope.pod):
             self._service.check_sender(envelope)
-        coded, ticket = self._coder.code(
-            envelope.pod,
-            envelope.dp_rank,
-            batch,
-            model=envelope.model,
-            lora=envelope.lora,
-            seq=envelope.seq,
-            may_restart=envelope.seq == 0 and envelope.digest is not None,
-        )
+        coded, ticket = self._coder.code(envelope, batch)
         entry = Posted(batch=coded, **msgspec.structs.asdict(envelope))
         result = await self._answer(self._put(envelope.pod, entry, ticket))
         assert isinstance(result, BatchResult)
@@ -215,7 +207,7 @@ class FeedWriter:
         epoch = self._epoch(pod)
         if epoch is None:
             return
-        coded, ticket = self._coder.code(pod, dp_rank, batch)
+        coded, ticket = self._coder.code(Envelope(pod=pod, dp_rank=dp_rank), batch)
         entry = Followed(pod=pod, dp_rank=dp_rank, seq=seq, digest=digest, epoch=epoch, batch=coded)
         self._put(pod, entry, ticket, answered=False)
 

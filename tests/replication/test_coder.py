@@ -49,7 +49,7 @@ def test_blocks_go_without_their_tokens_again_when_the_one_that_had_to_keep_them
     member.service.post(envelope(0), stored(1))
 
     def under_way(batch: EventBatch) -> tuple[type[Event], Ticket]:
-        coded, ticket = member.coder.code("a", 0, batch)
+        coded, ticket = member.coder.code(Envelope(pod="a"), batch)
         return type(coded.events[0]), ticket
 
     kind, unknown = under_way(stored(3, parent=77))

@@ -191,14 +191,15 @@ class PrefixIndex {
 
   // -- queries
 
-  void match_tokens(uint32_t id, const uint8_t* tokens, size_t blocks, const ExtraKeys* extra, Tick now,
-                    std::vector<Row>& rows) {
+  // Rows are valid until the next match.
+  std::span<const Row> match_tokens(uint32_t id, const uint8_t* tokens, size_t blocks, const ExtraKeys* extra,
+                                    Tick now) {
     Context& context = use(id);
     HashChain chain(context.seed, tokens, context.block_bytes, extra);
-    walk_.match(context, chain, blocks, now, rows);
+    return walk_.match(context, chain, blocks, now);
   }
-  void match_hashes(uint32_t id, HashList hashes, size_t blocks, Tick now, std::vector<Row>& rows) {
-    walk_.match(use(id), hashes, blocks, now, rows);
+  std::span<const Row> match_hashes(uint32_t id, HashList hashes, size_t blocks, Tick now) {
+    return walk_.match(use(id), hashes, blocks, now);
   }
 
   std::vector<Place> holders(uint32_t context, uint64_t prefix, Tick now);

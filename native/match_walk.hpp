@@ -83,7 +83,7 @@ class MatchWalk {
       const SetId here = record == nullptr || record->is_expired(now, ttl_) ? kEmptySet : record->holders;
       if (here != set) {
         if (alike && block == 0) {
-          open = live_slots(context, here);
+          open = sets_.size_minus(here, context.dead);
         } else if (alike && here == kEmptySet) {
           break;
         } else {
@@ -117,15 +117,6 @@ class MatchWalk {
                             size_t at) {
     return words[at] & ~context.dead[first + at];
   }
-  size_t live_slots(const Context& context, SetId set) const {
-    const std::span<const uint64_t> words = sets_.words(set);
-    const size_t first = sets_.first_word(set);
-    size_t live = 0;
-    for (size_t at = 0; at < words.size(); ++at)
-      live += static_cast<size_t>(std::popcount(live_word(context, words, first, at)));
-    return live;
-  }
-
   // The rows of all that have a slot in the set, of which `slots` live; the first `depth` blocks lie in each.
   std::span<const Row> list_alike(const Context& context, SetId set, size_t slots, uint32_t depth) {
     if (row_of_.size() < context.sources.size()) row_of_.resize(context.sources.size());

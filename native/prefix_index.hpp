@@ -418,9 +418,7 @@ class PrefixIndex {
   }
   // By a slot that lives.
   bool is_held(const Context& context, const BlockRecord& record) const {
-    bool held = false;
-    sets_.for_each(record.holders, [&](uint32_t slot) { held |= context.slots[slot].live; });
-    return held;
+    return sets_.size_minus(record.holders, context.dead) != 0;
   }
   // Nobody holds the record any more.
   void die(Context& context, const BlockRecord& record) {

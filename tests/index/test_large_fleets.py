@@ -92,7 +92,7 @@ class LargeFleet:
     def sweep(self) -> None:
         self.native.sweep(0, self.r.choice([1, 10, 1_000]))
 
-    def match(self, path: Path) -> list[dict[int, tuple[tuple[int, ...], int]]]:
+    def match(self, path: Path) -> list[dict[int, tuple[tuple[int, int, int, int], int]]]:
         found = []
         for index, context, sources in zip(self.both, self.contexts, self.sources, strict=True):
             rows = index.match_tokens(context, tokens(path), None, 0)

@@ -2,8 +2,8 @@
 
 Reading sockets and draining the queue would each keep the loop for as long as engines publish. So they take turns, and a
 query waits for one slice: in the round between, what it sent is read and answered, and the answer goes out before the
-next slice. Whoever asks for a turn, a request perhaps, what is done in it is no part of that: a log line of a stream must not
-carry the number of the request that happened to wake it.
+next slice. What is done in a turn is no part of the request that asked for it, if one did: a log line of a stream must
+not carry that one's number.
 """
 
 from __future__ import annotations

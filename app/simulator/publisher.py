@@ -276,7 +276,9 @@ def open_publishers(
             for dp_rank in range(dp_size):
                 endpoint, replay_endpoint = (_endpoint(host, base, dp_rank) for base in bases)
                 opened.append(
-                    Publisher(dataclasses.replace(settings, endpoint=endpoint, replay_endpoint=replay_endpoint))
+                    Publisher(
+                        dataclasses.replace(settings, endpoint=endpoint, replay_endpoint=replay_endpoint)
+                    )
                 )
         except InvalidSettings:
             for publisher in opened:

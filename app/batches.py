@@ -18,7 +18,7 @@ from app._native import PlainBatch
 from app.config import Settings
 from app.effects import Effects
 from app.errors import BatchRejected, InvalidInput
-from app.events import AllBlocksCleared, Event, EventBatch, RejectedEvent, Tier
+from app.events import AllBlocksCleared, Envelope, Event, EventBatch, RejectedEvent, Tier
 from app.hints import HintBook
 from app.index.interface import Index
 from app.live import LiveFeed
@@ -71,24 +71,11 @@ class Batches:
         self._now = now
         self._effects = Effects(settings, index, registry, owners, hints, now=now)
 
-    def post(
-        self,
-        pod: str,
-        batch: EventBatch,
-        *,
-        model: str | None,
-        dp_rank: int,
-        seq: int | None,
-        lora: str | None,
-        digest: int | None = None,
-        incomplete: bool = False,
-        owner: str | None = None,
-    ) -> BatchResult:
+    def post(self, envelope: Envelope, batch: EventBatch) -> BatchResult:
         """See IndexerService.post."""
-        is_beside = self._is_followed(pod)
-        if is_beside:
-            seq = None  # the numbers are its stream's
-        source, restarted, sifted = self._examine(pod, batch, model, dp_rank, seq, digest)
+        is_beside = self._is_followed(envelope.pod)
+        seq = None if is_beside else envelope.seq  # beside a stream the numbers are the stream's
+        source, restarted, sifted = self._examine(envelope, batch, seq)
         if sifted is None:
             assert source is not None
             source.duplicates += 1
@@ -102,55 +89,45 @@ class Batches:
         if sifted.is_useless:
             self._count_rejected(source, sifted.rejected)
             raise BatchRejected(sifted.rejected)
-        owner_number = self._owners.number(owner)
-        if pod not in self._registry.pods:
-            self._registry.register(PodSpec(name=pod, model=model or ""))
-        source = self._registry.source(pod, dp_rank)
+        owner = self._owners.number(envelope.owner)
+        if envelope.pod not in self._registry.pods:
+            self._registry.register(PodSpec(name=envelope.pod, model=envelope.model or ""))
+        source = self._registry.source(envelope.pod, envelope.dp_rank)
         if restarted:
             source.restarts += 1
             self._registry.reset(source, "the engine restarted: another batch came as number 0")
         if seq is not None and source.last_seq is not None and seq > source.last_seq + 1:
             source.gaps += 1
             self._registry.lose(source, f"batches {source.last_seq + 1} to {seq - 1} never came")
-        if incomplete:
+        if envelope.incomplete:
             self._registry.lose(source, "its sender says that the picture is not whole")
         # A dump ends with a number and no event, and the engine's own may follow.
         if seq == 0 and (sifted.events or sifted.ignored or sifted.rejected):
-            source.first_digest = digest
-        result = self._apply(source, sifted, seq, lora, owner_number, ts=batch.ts)
+            source.first_digest = envelope.digest
+        result = self._apply(source, sifted, seq, envelope.lora, owner, ts=batch.ts)
         if is_beside and any(_is_of_gpu(event) for event in sifted.events):
             self._registry.lose(source, "a batch was posted beside its stream, which does not know of it")
         return result
 
-    def check(
-        self,
-        pod: str,
-        batch: EventBatch,
-        *,
-        model: str | None,
-        dp_rank: int,
-        seq: int | None,
-        digest: int | None,
-    ) -> None:
+    def check(self, envelope: Envelope, batch: EventBatch) -> None:
         """See IndexerService.check."""
-        if self._is_followed(pod):
-            seq = None
-        source, _, sifted = self._examine(pod, batch, model, dp_rank, seq, digest)
+        seq = None if self._is_followed(envelope.pod) else envelope.seq
+        source, _, sifted = self._examine(envelope, batch, seq)
         if sifted is not None and sifted.is_useless:
             self._count_rejected(source, sifted.rejected)
             raise BatchRejected(sifted.rejected)
 
-    def check_sender(self, pod: str, model: str | None, dp_rank: int) -> None:
+    def check_sender(self, envelope: Envelope) -> None:
         """See IndexerService.check_sender."""
-        known = self._registry.pods.get(pod)
+        known = self._registry.pods.get(envelope.pod)
         if known is None:
-            self._registry.check_name(pod)
-        if known is None and not model:
-            detail = f"pod {pod!r} is not registered: its first batch must name the model"
+            self._registry.check_name(envelope.pod)
+        if known is None and not envelope.model:
+            detail = f"pod {envelope.pod!r} is not registered: its first batch must name the model"
             raise InvalidInput(detail, field="model")
         if known is not None:
-            self._registry.check_model(known, model)
-        self._registry.check_rank(dp_rank)
+            self._registry.check_model(known, envelope.model)
+        self._registry.check_rank(envelope.dp_rank)
 
     def post_plain(
         self,
@@ -212,19 +189,11 @@ class Batches:
             return None
         return self._index.context_ids(spec.model, lora or spec.lora).get(block_size)
 
-    def _examine(
-        self,
-        pod: str,
-        batch: EventBatch,
-        model: str | None,
-        dp_rank: int,
-        seq: int | None,
-        digest: int | None,
-    ) -> _Examined:
-        self.check_sender(pod, model, dp_rank)
-        known = self._registry.pods.get(pod)
-        source = known.sources.get(dp_rank) if known is not None else None
-        restarted = source is not None and _restarted(source, seq, digest)
+    def _examine(self, envelope: Envelope, batch: EventBatch, seq: int | None) -> _Examined:
+        self.check_sender(envelope)
+        known = self._registry.pods.get(envelope.pod)
+        source = known.sources.get(envelope.dp_rank) if known is not None else None
+        restarted = source is not None and _restarted(source, seq, envelope.digest)
         if source is not None and _seen(source, seq) and not restarted:
             return source, False, None
         declared = known.spec.block_size if known is not None else None

@@ -65,7 +65,7 @@ class Settings(BaseSettings):
     )
     api_keys_file: Path | None = Field(
         None,
-        description="File with one such key a line, beside those; read again when it changes, without a restart.",
+        description="File with a `key:read` or `key:write` a line, beside `api_keys`; read again when it changes.",
     )
     rate_requests_per_s: float = Field(
         0.0,

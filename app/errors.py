@@ -163,6 +163,6 @@ class NativeCoreMissing(IndexerError):
 
     def __init__(self) -> None:
         super().__init__(
-            "the native core is not built: run `pip install .` (or `make test`) in the project's folder; "
-            "it needs a C++20 compiler"
+            "the native core is not built: run `pip install .` (or `make serve`) in the project's folder; it needs a "
+            "C++20 compiler. Where that was done, call `kvindexer`: `python -m app` there finds the sources alone"
         )

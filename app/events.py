@@ -1,4 +1,4 @@
-"""What engines say, as plain values: the vocabulary between the codec and the service.
+"""What engines say, and what is said of it, as plain values: the vocabulary between the codec and the service.
 
 Numbers cross this boundary as little-endian buffers, never as Python integers one by one: a 256-block event
 carries 4,096 token ids, and building an object for each costs more than indexing them.
@@ -131,3 +131,20 @@ class EventBatch(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     ignored: int = 0
     ts: float | None = None
     dp_rank: int | None = None
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """What is said of a posted batch beside its events.
+
+    `lora` is the adapter of events that name none, `owner` whom the blocks are stored for. The log has its fields in
+    `Posted`, in an order of their own (app/replication/entries.py): a new one is added there too.
+    """
+
+    pod: str
+    model: str | None = None  # None: that of the pod, which is known
+    dp_rank: int = 0
+    seq: int | None = None  # among the batches of its rank, from 0
+    lora: str | None = None
+    digest: int | None = None  # any hash of what was sent that is the same in every process
+    incomplete: bool = False  # its sender says that the picture is not whole
+    owner: str | None = None

@@ -1,8 +1,8 @@
 """The ASGI application: settings in, the routes and what stands in front of them out.
 
-The event loop's thread is the one writer. The ZMQ ingest receives on a thread of its own and hands whole batches to
-the loop; a timer gives the service its slices of expiry. The parts behind the routes are put together in
-app/assembly.py; how they start and end is in app/lifecycle.py.
+The event loop's thread is the one writer. The ZMQ ingest reads and applies in short turns of the same loop; a timer
+gives the service its slices of expiry. The parts behind the routes are put together in app/assembly.py; how they
+start and end is in app/lifecycle.py.
 """
 
 from __future__ import annotations

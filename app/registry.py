@@ -42,6 +42,7 @@ REMEDIES = {
     "a replay endpoint that answers lets gaps be filled",
     SourceState.DOWN: "check that the engine runs and can be reached; past its deadline it holds nothing",
 }
+_NEW = "new"  # what a source was of which nothing had been told
 _REMEDY_WITHOUT_REPLAY = "none needed: its next batch tells; with a replay endpoint it would be known at once"
 
 
@@ -225,7 +226,7 @@ class Registry:
                 if source.state is before:
                     continue
                 self._publish(source)
-                self._tell_state(source, before, source.cause)
+                self._tell_state(source, before.value, source.cause)
 
     def clear_gpu(self, source: Source) -> None:
         """The engine reset its prefix cache: the GPU picture is true again, other tiers are as they were."""
@@ -241,6 +242,7 @@ class Registry:
         self, source: Source, cause: str, *, stream: SourceState | None = None, incomplete: bool | None = None
     ) -> None:
         before, cause_before = source.state, source.cause
+        is_new = stream is not None and not source.stream_cause and source.last_event_at_s is None
         if stream is not None:
             source.stream_cause = cause
         if incomplete is not None:
@@ -252,7 +254,8 @@ class Registry:
             return
         if source.state is SourceState.DEGRADED:
             cause = source.cause  # not that the stream goes on, but what was lost before
-        self._tell_state(source, before, cause)
+        was = _NEW if is_new else before.value
+        self._tell_state(source, was, cause)
         remedy = self._remedy(source)
         logger.log(
             logging.INFO if source.state in (SourceState.LIVE, SourceState.CATCHING_UP) else logging.WARNING,
@@ -260,13 +263,13 @@ class Registry:
             source.pod,
             source.dp_rank,
             source.state,
-            before,
+            was,
             cause,
             remedy,
             extra={
                 "pod": source.pod,
                 "dp_rank": source.dp_rank,
-                "from": before.value,
+                "from": was,
                 "to": source.state.value,
                 "cause": cause,
                 "remedy": remedy,
@@ -280,7 +283,7 @@ class Registry:
             return _REMEDY_WITHOUT_REPLAY
         return REMEDIES[source.state]
 
-    def _tell_state(self, source: Source, before: SourceState, cause: str) -> None:
+    def _tell_state(self, source: Source, before: str, cause: str) -> None:
         """Those who read the live feed."""
         if self._live.is_heard:
             self._live.tell(
@@ -288,7 +291,7 @@ class Registry:
                 pod=source.pod,
                 dp_rank=source.dp_rank,
                 state=source.state.value,
-                state_before=before.value,
+                state_before=before,
                 cause=cause,
                 last_seq=source.last_seq,
             )

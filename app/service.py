@@ -21,7 +21,7 @@ from app.batches import Batches, BatchResult
 from app.config import Settings
 from app.dumps import Dumps
 from app.errors import InvalidInput
-from app.events import BlockRemoved, BlockStored, EventBatch, Tier
+from app.events import BlockRemoved, BlockStored, Envelope, EventBatch, Tier
 from app.fuzzy.fuzzy_index import FuzzyIndex
 from app.fuzzy_queries import FuzzyQueries, FuzzyQuery, FuzzyResult
 from app.hints import HintBook
@@ -185,43 +185,20 @@ class IndexerService:
 
     # -- events
 
-    def post(
-        self,
-        pod: str,
-        batch: EventBatch,
-        *,
-        model: str | None,
-        dp_rank: int,
-        seq: int | None,
-        lora: str | None,
-        digest: int | None = None,
-        incomplete: bool = False,
-        owner: str | None = None,
-    ) -> BatchResult:
+    def post(self, envelope: Envelope, batch: EventBatch) -> BatchResult:
         """A batch that came by HTTP: registers the pod on first contact, deduplicates by `seq`.
 
-        `lora` is the adapter of events that name none, `owner` whom its blocks are stored for. The first `seq` of
-        a source is taken as it is; one that was seen changes nothing, save 0 with another `digest` (any hash of
-        what was sent) than before: then the engine restarted, and what it held is forgotten first. One below the
-        last that is stamped (`batch.ts`) later than all that were applied is of another run, whose number 0 got lost:
-        it changes nothing, and the source is degraded. One past the
-        next says that batches were lost, and the source is degraded; so it is when the sender says that its
-        picture is `incomplete`. For a pod that is followed `seq` is not looked at, since the numbers are its stream's,
-        and what is said of the GPU tier beside that stream degrades the source.
+        The first `seq` of a source is taken as it is; one that was seen changes nothing, save 0 with another
+        `digest` than before: then the engine restarted, and what it held is forgotten first. One below the last that
+        is stamped (`batch.ts`) later than all that were applied is of another run, whose number 0 got lost: it
+        changes nothing, and the source is degraded. One past the next says
+        that batches were lost, and the source is degraded; so it is when the sender says that its picture is
+        `incomplete`. For a pod that is followed `seq` is not looked at, since the numbers are its stream's, and what
+        is said of the GPU tier beside that stream degrades the source.
         Raises, with nothing changed: InvalidInput for an unknown pod without a model and for another model
         than the pod's; LimitExceeded; BatchRejected when events were sent and every one of them is bad.
         """
-        return self._batches.post(
-            pod,
-            batch,
-            model=model,
-            dp_rank=dp_rank,
-            seq=seq,
-            lora=lora,
-            digest=digest,
-            incomplete=incomplete,
-            owner=owner,
-        )
+        return self._batches.post(envelope, batch)
 
     def post_plain(
         self,
@@ -243,22 +220,13 @@ class IndexerService:
         slices of 0.3 ms."""
         return list_in_slices(self._index, self._now)
 
-    def check(
-        self,
-        pod: str,
-        batch: EventBatch,
-        *,
-        model: str | None,
-        dp_rank: int,
-        seq: int | None,
-        digest: int | None = None,
-    ) -> None:
+    def check(self, envelope: Envelope, batch: EventBatch) -> None:
         """Raises what `post` would, and changes nothing."""
-        self._batches.check(pod, batch, model=model, dp_rank=dp_rank, seq=seq, digest=digest)
+        self._batches.check(envelope, batch)
 
-    def check_sender(self, pod: str, model: str | None, dp_rank: int) -> None:
+    def check_sender(self, envelope: Envelope) -> None:
         """Raises what `post` would for whatever batch of this sender."""
-        self._batches.check_sender(pod, model, dp_rank)
+        self._batches.check_sender(envelope)
 
     def apply(
         self, pod: str, dp_rank: int, batch: EventBatch, *, seq: int | None, digest: int | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from app.batches import BatchResult
-from app.events import BlockRemoved, EventBatch, Tier
+from app.events import BlockRemoved, Envelope, EventBatch, Tier
 from app.owners import OwnerInfo
 from app.pods import Pod, PodSpec
 from app.service import IndexerService
@@ -23,19 +23,7 @@ class Writer(Protocol):
     def immediate(self) -> IndexerService | None:
         """The service, where a change may be made by calling it; else None."""
 
-    async def post(
-        self,
-        pod: str,
-        batch: EventBatch,
-        *,
-        model: str | None,
-        dp_rank: int,
-        seq: int | None,
-        lora: str | None,
-        digest: int | None = None,
-        incomplete: bool = False,
-        owner: str | None = None,
-    ) -> BatchResult: ...
+    async def post(self, envelope: Envelope, batch: EventBatch) -> BatchResult: ...
     async def register(self, spec: PodSpec) -> Pod: ...
     async def drop_pod(self, name: str) -> None: ...
     async def remove_blocks(
@@ -53,30 +41,8 @@ class DirectWriter:
     def __init__(self, service: IndexerService) -> None:
         self.immediate = service
 
-    async def post(
-        self,
-        pod: str,
-        batch: EventBatch,
-        *,
-        model: str | None,
-        dp_rank: int,
-        seq: int | None,
-        lora: str | None,
-        digest: int | None = None,
-        incomplete: bool = False,
-        owner: str | None = None,
-    ) -> BatchResult:
-        return self.immediate.post(
-            pod,
-            batch,
-            model=model,
-            dp_rank=dp_rank,
-            seq=seq,
-            lora=lora,
-            digest=digest,
-            incomplete=incomplete,
-            owner=owner,
-        )
+    async def post(self, envelope: Envelope, batch: EventBatch) -> BatchResult:
+        return self.immediate.post(envelope, batch)
 
     async def register(self, spec: PodSpec) -> Pod:
         return self.immediate.register(spec)

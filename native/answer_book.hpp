@@ -90,12 +90,6 @@ class AnswerBook {
     return true;
   }
 
-  // Empty, and used again for every match.
-  std::vector<Row>& found() {
-    found_.clear();
-    return found_;
-  }
-
   // `head`, the rows that were added since `begin`, best first and separated by commas, and `tail`, into what
   // `room(bytes)` gives, which is more than enough; returns the end of it. `unit` is in tokens.
   template <class Room>
@@ -362,7 +356,6 @@ class AnswerBook {
   std::vector<std::pair<uint32_t, uint32_t>> places_;  // of sources, by the source's number
   std::vector<uint64_t> marked_;                       // a bit a place; all 0 between two answers
   std::vector<uint32_t> row_at_;                       // by place, where it is marked
-  std::vector<Row> found_;
   std::vector<Reach> rows_;
   std::vector<uint32_t> ranked_;  // rows, best first
   std::array<Group, kGroupsMax> groups_;

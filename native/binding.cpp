@@ -81,9 +81,9 @@ nb::tuple hash_blocks(uint64_t chain_from, size_t block_size, const nb::bytes& t
                         nb::bytes(contents.data(), contents.size() * sizeof(Content)));
 }
 
-nb::bytes bytes_of(const std::vector<Row>& rows) {
+nb::bytes bytes_of(std::span<const Row> rows) {
   static_assert(sizeof(Row) == 24);
-  return nb::bytes(rows.data(), rows.size() * sizeof(Row));
+  return nb::bytes(rows.data(), rows.size_bytes());
 }
 
 nb::bytes bytes_of(const std::vector<uint64_t>& words) { return nb::bytes(words.data(), words.size() * 8); }
@@ -187,16 +187,13 @@ void bind_index(nb::module_& m) {
            [](PrefixIndex& self, uint32_t context, const nb::bytes& tokens,
               const std::optional<nb::tuple>& extra, Tick now) {
              const ExtraKeys keys = extra_of(extra);
-             std::vector<Row> rows;
-             self.match_tokens(context, data_of(tokens), tokens.size() / self.block_bytes(context),
-                               extra ? &keys : nullptr, now, rows);
-             return bytes_of(rows);
+             return bytes_of(self.match_tokens(context, data_of(tokens),
+                                               tokens.size() / self.block_bytes(context),
+                                               extra ? &keys : nullptr, now));
            })
       .def("match_hashes",
            [](PrefixIndex& self, uint32_t context, const nb::bytes& hashes, Tick now) {
-             std::vector<Row> rows;
-             self.match_hashes(context, HashList(data_of(hashes)), hashes.size() / 8, now, rows);
-             return bytes_of(rows);
+             return bytes_of(self.match_hashes(context, HashList(data_of(hashes)), hashes.size() / 8, now));
            })
       .def("add_speculative",
            [](PrefixIndex& self, uint32_t context, uint32_t source, const nb::bytes& hashes, Tick ttl,
@@ -386,13 +383,13 @@ nb::tuple answer_match(AnswerBook& self, PrefixIndex& index, uint32_t context, c
                        bool are_hashes, const std::optional<nb::tuple>& extra, Tick now,
                        const nb::bytes& head, const nb::bytes& tail, uint32_t unit, uint64_t tokens,
                        double now_s, const std::optional<nb::set>& ids) {
-  std::vector<Row>& rows = self.found();
+  std::span<const Row> rows;
   if (are_hashes) {
-    index.match_hashes(context, HashList(data_of(asked)), asked.size() / 8, now, rows);
+    rows = index.match_hashes(context, HashList(data_of(asked)), asked.size() / 8, now);
   } else {
     const ExtraKeys keys = extra_of(extra);
-    index.match_tokens(context, data_of(asked), asked.size() / index.block_bytes(context),
-                       extra ? &keys : nullptr, now, rows);
+    rows = index.match_tokens(context, data_of(asked), asked.size() / index.block_bytes(context),
+                              extra ? &keys : nullptr, now);
   }
   self.begin();
   self.begin_context();

@@ -80,8 +80,9 @@ class SurplusTable {
 
 struct Slot {
   uint32_t local = 0;  // index in Context::sources
-  uint32_t tier = 0;
+  uint32_t source = 0;
   uint32_t group = 0;
+  uint8_t tier = 0;
   bool live = false;
   uint64_t blocks = 0;
   uint64_t retired_in = 0;  // number of the sweep pass
@@ -181,7 +182,7 @@ struct Context {
       number = free_slots.back();
       free_slots.pop_back();
     }
-    slots[number] = Slot{local, place.tier, place.group, true, 0, 0, 0};
+    slots[number] = Slot{local, place.source, place.group, static_cast<uint8_t>(place.tier), true, 0, 0, 0};
     sources[local].slots.push_back(number);
     return number;
   }

@@ -9,6 +9,7 @@
 // The number 0 is the empty set: it has no content and is never counted.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cassert>
@@ -32,7 +33,7 @@ class HolderSets {
   size_t size() const { return live_; }
   size_t bytes() const {
     return sets_.size() * sizeof(Set) + word_bytes_ + by_content_.bytes() + free_.capacity() * sizeof(SetId) +
-           sizeof(steps_);
+           sizeof(steps_) + sizeof(differences_);
   }
 
   uint32_t context(SetId id) const { return sets_[id].context; }
@@ -60,8 +61,17 @@ class HolderSets {
   SetId with(SetId id, uint32_t context, uint32_t slot) { return step(id, context, slot, true); }
   SetId without(SetId id, uint32_t slot) { return step(id, sets_[id].context, slot, false); }
 
-  // The set less the slots in `mask` (bit b of mask[w] is slot w * 64 + b).
+  // The set less the slots in `mask` (bit b of mask[w] is slot w * 64 + b), and how many those are.
   SetId minus(SetId id, std::span<const uint64_t> mask) { return intersection_minus(id, id, mask); }
+  size_t size_minus(SetId id, std::span<const uint64_t> mask) const {
+    const Set& set = sets_[id];
+    size_t size = 0;
+    for (size_t w = 0; w < set.words.size(); ++w) {
+      const size_t word = set.first_word + w;
+      size += static_cast<size_t>(std::popcount(set.words[w] & ~(word < mask.size() ? mask[word] : 0)));
+    }
+    return size;
+  }
   bool is_single(SetId id) const {
     const std::span<const uint64_t> words = this->words(id);  // none at either end is zero
     return words.size() == 1 && std::has_single_bit(words[0]);
@@ -73,13 +83,19 @@ class HolderSets {
     return false;
   }
   SetId intersection_minus(SetId id, SetId other, std::span<const uint64_t> mask) {
-    const Set& set = sets_[id];
-    scratch_.assign(set.words.begin(), set.words.end());
-    for (size_t w = 0; w < scratch_.size(); ++w) {
-      const size_t word = set.first_word + w;
-      scratch_[w] &= word_at(other, word) & ~(word < mask.size() ? mask[word] : 0);
+    // A sweep asks the same for neighbour after neighbour.
+    Difference& cached = differences_[mix64((uint64_t{id} << 32) | other) % differences_.size()];
+    if (!is_difference(cached, id, other, mask)) {
+      cached.valid = false;
+      cached.mask.assign(mask.begin(), mask.end());
+      const SetId to = make_intersection_minus(id, other, mask);
+      cached.of = id;
+      cached.other = other;
+      cached.to = to;
+      cached.generations = generations(id, other, to);
+      cached.valid = true;
     }
-    return intern(set.context, set.first_word);
+    return cached.to;
   }
 
   void retain(SetId id, uint32_t count = 1) {
@@ -119,6 +135,31 @@ class HolderSets {
     uint32_t from_generation = 0, to_generation = 0;
     bool added = false, valid = false;
   };
+
+  struct Difference {  // (of & other) - mask = to
+    SetId of = kEmptySet, other = kEmptySet, to = kEmptySet;
+    std::array<uint32_t, 3> generations{};
+    std::vector<uint64_t> mask;
+    bool valid = false;
+  };
+
+  std::array<uint32_t, 3> generations(SetId a, SetId b, SetId c) const {
+    return {sets_[a].generation, sets_[b].generation, sets_[c].generation};
+  }
+  bool is_difference(const Difference& cached, SetId of, SetId other, std::span<const uint64_t> mask) const {
+    return cached.valid && cached.of == of && cached.other == other &&
+           cached.generations == generations(of, other, cached.to) && std::ranges::equal(cached.mask, mask);
+  }
+
+  SetId make_intersection_minus(SetId id, SetId other, std::span<const uint64_t> mask) {
+    const Set& set = sets_[id];
+    scratch_.assign(set.words.begin(), set.words.end());
+    for (size_t w = 0; w < scratch_.size(); ++w) {
+      const size_t word = set.first_word + w;
+      scratch_[w] &= word_at(other, word) & ~(word < mask.size() ? mask[word] : 0);
+    }
+    return intern(set.context, set.first_word);
+  }
 
   bool is_step(const Step& step, SetId id, uint32_t context, uint32_t slot, bool add) const {
     return step.from == id && step.slot == slot && step.added == add && step.context == context &&
@@ -218,6 +259,7 @@ class HolderSets {
   std::vector<SetId> free_;
   SegmentedTable<Content> by_content_;
   std::array<Step, 4096> steps_{};
+  std::array<Difference, 64> differences_{};
   Step* last_step_ = &steps_[0];  // a run of blocks takes the same step
   std::vector<uint64_t> scratch_;
   size_t live_ = 0;

@@ -191,14 +191,15 @@ class PrefixIndex {
 
   // -- queries
 
-  void match_tokens(uint32_t id, const uint8_t* tokens, size_t blocks, const ExtraKeys* extra, Tick now,
-                    std::vector<Row>& rows) {
+  // Rows are valid until the next match.
+  std::span<const Row> match_tokens(uint32_t id, const uint8_t* tokens, size_t blocks, const ExtraKeys* extra,
+                                    Tick now) {
     Context& context = use(id);
     HashChain chain(context.seed, tokens, context.block_bytes, extra);
-    walk_.match(context, chain, blocks, now, rows);
+    return walk_.match(context, chain, blocks, now);
   }
-  void match_hashes(uint32_t id, HashList hashes, size_t blocks, Tick now, std::vector<Row>& rows) {
-    walk_.match(use(id), hashes, blocks, now, rows);
+  std::span<const Row> match_hashes(uint32_t id, HashList hashes, size_t blocks, Tick now) {
+    return walk_.match(use(id), hashes, blocks, now);
   }
 
   std::vector<Place> holders(uint32_t context, uint64_t prefix, Tick now);
@@ -417,9 +418,7 @@ class PrefixIndex {
   }
   // By a slot that lives.
   bool is_held(const Context& context, const BlockRecord& record) const {
-    bool held = false;
-    sets_.for_each(record.holders, [&](uint32_t slot) { held |= context.slots[slot].live; });
-    return held;
+    return sets_.size_minus(record.holders, context.dead) != 0;
   }
   // Nobody holds the record any more.
   void die(Context& context, const BlockRecord& record) {

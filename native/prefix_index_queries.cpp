@@ -56,7 +56,7 @@ std::vector<Place> PrefixIndex::holders(uint32_t id, uint64_t prefix, Tick now) 
   if (record == kNoBlock) return found;
   sets_.for_each(pool_[record].holders, [&](uint32_t number) {
     const Slot& slot = context->slots[number];
-    if (slot.live) found.push_back({context->sources[slot.local].source, slot.tier, slot.group});
+    if (slot.live) found.push_back({slot.source, slot.tier, slot.group});
   });
   return found;
 }
@@ -73,7 +73,7 @@ std::vector<Holding> PrefixIndex::holdings(uint32_t id, std::span<const uint64_t
     sets_.for_each(pool_[record].holders, [&](uint32_t number) {
       const Slot& slot = context->slots[number];
       if (!slot.live) return;
-      const uint32_t source = context->sources[slot.local].source;
+      const uint32_t source = slot.source;
       const size_t before = found.size();
       if (context->claims.size() != 0)
         for (const Claim* at = context->claims.find(prefixes[i]); at != nullptr;
@@ -114,7 +114,7 @@ bool PrefixIndex::names(NameCursor& cursor, size_t names_max, Tick now, std::vec
     sets_.for_each(name.owners, [&](uint32_t number) {
       const Slot& slot = context->slots[number];
       if (!slot.live || !sets_.contains(name.holders, number)) return;
-      const Place place{context->sources[slot.local].source, slot.tier, slot.group};
+      const Place place{slot.source, slot.tier, slot.group};
       NameRun& run = by_slot[{place.source, context->id, place.tier, place.group}];
       run.place = place;
       run.context = context->id;

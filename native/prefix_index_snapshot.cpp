@@ -175,8 +175,7 @@ std::vector<SlotRow> PrefixIndex::slots() const {
     for (uint32_t number = 0; number < context->slots.size(); ++number) {
       const Slot& slot = context->slots[number];
       if (slot.live)
-        rows.push_back({id, number, context->sources[slot.local].source, slot.tier, slot.group, slot.blocks,
-                        slot.digest});
+        rows.push_back({id, number, slot.source, slot.tier, slot.group, slot.blocks, slot.digest});
     }
   return rows;
 }

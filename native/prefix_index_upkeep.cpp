@@ -14,6 +14,7 @@ constexpr size_t kTries = 8;           // to meet a record of the context by cha
 constexpr Tick kListedFor = 6'000;     // behind the last question by a hash alone: ten minutes
 constexpr uint64_t kRunSample = 256;
 constexpr size_t kGraveVisits = 4096;  // what taking one segment apart counts for
+constexpr size_t kSweptAtOnce = 128;   // records, before what they counted for is looked at
 
 }  // namespace
 
@@ -182,7 +183,7 @@ void PrefixIndex::sweep_stage(Tick now, size_t visits_max, Swept& swept) {
       if (sweep_graveyard()) enter_stage(Stage::kRecords);
       break;
     case Stage::kRecords:
-      swept.visited += sweep_records(now, left, swept);
+      swept.visited += sweep_records(now, std::min(left, kSweptAtOnce), swept);
       if (sweep_cursor_ >= pool_.end()) enter_stage(Stage::kMarks);
       break;
     case Stage::kMarks:
@@ -265,6 +266,7 @@ void PrefixIndex::clean_record(BlockId id, Tick now, Swept& swept) {
   Context* const context = find_context(sets_.context(record.holders));
   if (context == nullptr) return bury(id);
   if (record.is_expired(now, limits_.ttl)) {
+    swept.visited += sets_.words(record.holders).size() / 2;  // each holder's books are kept
     forget(*context, id);
     ++swept.expired;
     ++statistics_.expired;

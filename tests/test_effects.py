@@ -10,7 +10,7 @@ import pytest
 
 from app.config import Settings
 from app.errors import LimitExceeded
-from app.events import BlockStored, Event, EventBatch, PrefixesStored, Tier
+from app.events import BlockStored, Envelope, Event, EventBatch, PrefixesStored, Tier
 from app.fuzzy_queries import fuzzy_index
 from app.index.prefix_index import PrefixIndex
 from app.pods import Source
@@ -42,7 +42,7 @@ def stored(name: int, size: int = SIZE, tier: Tier = Tier.GPU) -> BlockStored:
 
 def post(to: IndexerService, *events: Event, pod: str = "a", owner: str | None = None) -> BatchResult:
     batch = EventBatch(events=events, positions=tuple(range(len(events))))
-    return to.post(pod, batch, model="m", dp_rank=0, seq=None, lora=None, owner=owner)
+    return to.post(Envelope(pod=pod, model="m", owner=owner), batch)
 
 
 def source(of: IndexerService) -> Source:

@@ -126,13 +126,13 @@ def test_an_engine_that_is_registered_and_its_first_match(port: int, engine: dic
     first = run(before, engine)
     assert '"cached_tokens":0' in first
     with httpx.Client(base_url=f"http://127.0.0.1:{port}") as http:
-        until(lambda: http.get("/v1/pods/pod-a").json()["ranks"][0]["last_seq"] == 0, "its event came")
+        until(lambda: http.get("/v1/pods/my-pod").json()["ranks"][0]["last_seq"] == 0, "its event came")
         ids = [*range(1001, 1041)]
         [row] = http.post("/v1/match", json={"model": "my-model", "token_ids": ids}).json()["matches"]
-        assert (row["pod"], row["reusable_tokens"]) == ("pod-a", 32)
+        assert (row["pod"], row["reusable_tokens"]) == ("my-pod", 32)
     prompt = "".join(line + "\n" for line in before.splitlines() if re.match(r"(prompt|body)=", line))
     second = run(prompt + "kvindexer match" + asked, engine)
-    assert re.search(r"pod-a\b.*\b32\b", second)
+    assert re.search(r"my-pod\b.*\b32\b", second)
     assert '"cached_tokens":32' in second
     assert "32 with blocks of 16" in section("Your own engine")
     assert '`"cached_tokens":32`' in section("Your own engine")

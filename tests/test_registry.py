@@ -1,19 +1,25 @@
-"""What the registry leaves behind of a source that is gone: nothing."""
+"""What the registry says of a source at its beginning, and what it leaves behind of one that is gone: nothing."""
 
 from __future__ import annotations
+
+import pytest
 
 from app.config import Settings
 from app.index.prefix_index import PrefixIndex
 from app.live import LiveFeed
-from app.pods import PodSpec
+from app.pods import PodSpec, SourceState
 from app.registry import Registry
 from app.service import index_limits
 
 
-def test_a_source_that_is_gone_is_in_no_book() -> None:
+def empty() -> Registry:
     settings = Settings()
     live = LiveFeed(subscribers_max=1, queue_events_max=1)
-    registry = Registry(settings, PrefixIndex(index_limits(settings)), live, lambda: 1.0)
+    return Registry(settings, PrefixIndex(index_limits(settings)), live, lambda: 1.0)
+
+
+def test_a_source_that_is_gone_is_in_no_book() -> None:
+    registry = empty()
     registry.register(PodSpec("a", "m", dp_size=3))
     ids = [registry.source("a", dp_rank).index_id for dp_rank in range(3)]
     assert all(registry.answers.hear(index_id, 1.0) for index_id in ids)
@@ -22,3 +28,15 @@ def test_a_source_that_is_gone_is_in_no_book() -> None:
     registry.drop("a")
     assert not any(registry.answers.hear(index_id, 3.0) for index_id in ids)
     assert [registry.by_index_id(index_id) for index_id in ids] == [None] * 3
+
+
+def test_a_source_that_was_never_live_is_not_said_to_have_been(caplog: pytest.LogCaptureFixture) -> None:
+    registry = empty()
+    registry.register(PodSpec("a", "m", zmq_endpoint="tcp://127.0.0.1:5557"))
+    source = registry.source("a", 0)
+    registry.set_stream(source, SourceState.DOWN, "connecting")
+    registry.set_stream(source, SourceState.LIVE, "the stream is whole")
+    registry.set_stream(source, SourceState.DOWN, "the connection ended")
+    changes = [(vars(line)["from"], vars(line)["to"]) for line in caplog.records]
+    assert changes == [("new", "down"), ("live", "down")], "what is fine is no warning"
+    assert "is down (was new): connecting" in caplog.text

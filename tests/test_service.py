@@ -14,7 +14,16 @@ import pytest
 
 from app.config import Settings
 from app.errors import BatchRejected, InvalidInput, LimitExceeded, UnknownPod
-from app.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, RejectedEvent, Tier
+from app.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Envelope,
+    Event,
+    EventBatch,
+    RejectedEvent,
+    Tier,
+)
 from app.index.interface import Index
 from app.index.prefix_index import IndexLimits, PrefixIndex
 from app.ingest.vllm import decode_batch, plain_batch
@@ -83,9 +92,8 @@ class Bench:
         lora: str | None = None,
         **more: Any,
     ) -> BatchResult:
-        return self.service.post(
-            pod, batch(*events, **more), model=model, dp_rank=dp_rank, seq=seq, lora=lora
-        )
+        envelope = Envelope(pod=pod, model=model, dp_rank=dp_rank, seq=seq, lora=lora)
+        return self.service.post(envelope, batch(*events, **more))
 
     def match(self, count: int = 40, **more: Any) -> MatchResult:
         return self.service.match(MatchQuery(**{"model": "m", "token_ids": tokens(count), **more}))
@@ -286,7 +294,7 @@ def test_what_is_posted_beside_a_stream_is_doubted_and_has_no_number(bench: Benc
 
 def test_a_first_batch_that_said_nothing_usable_and_comes_again_is_no_restart(bench: Bench) -> None:
     def first() -> BatchResult:
-        return bench.service.post("a", batch(ignored=1), model="m", dp_rank=0, seq=0, lora=None, digest=7)
+        return bench.service.post(Envelope(pod="a", model="m", seq=0, digest=7), batch(ignored=1))
 
     first()
     bench.post(stored(0), seq=1)
@@ -299,7 +307,7 @@ def test_a_number_0_without_an_event_tells_nothing_of_the_engine_that_sent_it(be
     it would pass for seen."""
 
     def first() -> BatchResult:
-        return bench.service.post("a", batch(), model="m", dp_rank=0, seq=0, lora=None, digest=7)
+        return bench.service.post(Envelope(pod="a", model="m", seq=0, digest=7), batch())
 
     first()
     bench.post(stored(0, 2), seq=1)
@@ -310,7 +318,7 @@ def test_a_number_0_without_an_event_tells_nothing_of_the_engine_that_sent_it(be
 
 def test_what_was_number_0_before_a_reset_is_no_proof_behind_it(bench: Bench) -> None:
     def first() -> BatchResult:
-        return bench.service.post("a", batch(stored(0)), model="m", dp_rank=0, seq=0, lora=None, digest=7)
+        return bench.service.post(Envelope(pod="a", model="m", seq=0, digest=7), batch(stored(0)))
 
     first()
     bench.service.reset_source("a", 0, restarted=False)
@@ -333,7 +341,7 @@ def test_a_seen_number_stamped_later_than_all_before_is_another_run(bench: Bench
     bench.post(AllBlocksCleared(), stored(0), seq=8, ts=201.0)
     assert (source.state, bench.depth()) == (SourceState.LIVE, 1)
     bench.post(stored(1), seq=5, ts=202.0)
-    bench.service.post("a", batch(stored(2), ts=203.0), model="m", dp_rank=0, seq=0, lora=None, digest=7)
+    bench.service.post(Envelope(pod="a", model="m", seq=0, digest=7), batch(stored(2), ts=203.0))
     assert (source.state, source.last_seq, source.restarts) == (SourceState.LIVE, 0, 1)
 
 
@@ -419,7 +427,7 @@ def test_bad_event_does_not_lose_its_batch(bench: Bench) -> None:
         rejected=(_bad_at(1),),
         ignored=2,
     )
-    result = bench.service.post("a", late, model="m", dp_rank=0, seq=0, lora=None)
+    result = bench.service.post(Envelope(pod="a", model="m", seq=0), late)
     assert (result.accepted, result.stored_blocks) == (4, 2)
     assert [(event.index, event.reason) for event in result.rejected] == [(1, "type"), (2, "block_size")]
     assert bench.depth() == 2
@@ -1001,9 +1009,9 @@ def test_a_batch_that_was_read_natively_does_what_its_events_do(make: MakeBench,
     events, more = SEQUELS[name]
     natively, usually = after_one(make), after_one(make)
     payload = msgspec.msgpack.encode([None, events])
-    said = {"model": "m", "dp_rank": 0, "seq": None, "lora": None, **more}
+    said = {"pod": "a", "model": "m", **more}
     decoded = msgspec.structs.replace(decode_batch(payload, block_size=SIZE), ts=said.pop("ts", None))
-    result = usually.service.post("a", decoded, **said)
+    result = usually.service.post(Envelope(**said), decoded)
     assert posted_natively(natively, *events, **more) == result
     assert natively.service.stats() == usually.service.stats()
     assert natively.match() == usually.match()
@@ -1030,8 +1038,8 @@ def test_tiers_and_adapters_that_were_spoken_of_are_usual(make: MakeBench) -> No
         ({}, told_removed(100, medium="CPU")),
     ):
         decoded = decode_batch(msgspec.msgpack.encode([None, [event]]), block_size=SIZE)
-        usual: dict[str, Any] = {"model": "m", "dp_rank": 0, "seq": None, "lora": None, **more}
-        assert posted_natively(natively, event, **more) == usually.service.post("a", decoded, **usual)
+        result = usually.service.post(Envelope(pod="a", model="m", lora=more.get("lora")), decoded)
+        assert posted_natively(natively, event, **more) == result
         assert natively.service.stats() == usually.service.stats()
     # An unfinished chunk is ignored, and a larger one tells the tier's size anew: that takes `post`.
     assert posted_natively(natively, told(0, size=4, medium="CPU")) is None

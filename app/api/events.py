@@ -17,7 +17,7 @@ from app.api import bodies
 from app.api.document import described
 from app.api.wiring import Wiring, wiring_of
 from app.errors import BatchRejected, InvalidInput, LimitExceeded
-from app.events import BlockRemoved, EventBatch, PrefixesStored
+from app.events import BlockRemoved, Envelope, EventBatch, PrefixesStored
 from app.ingest.vllm import EventPost, decode_batch, decode_json_events
 from app.schemas.events import EventsFields, EventsRequest, EventsResponse
 from app.service import BatchResult, IndexerService
@@ -46,45 +46,33 @@ async def events(request: Request) -> Response:
     else:
         bodies.refuse_query(request)
         fields, batch = _from_json(wiring, body)
-    dp_rank = fields.dp_rank if "dp_rank" in fields.model_fields_set else None
     if fields.pod is None:
         _check_count(wiring, len(batch.events) + len(batch.rejected) + batch.ignored)
         return bodies.answer(request, _shown(await _remove_everywhere(wiring.writer, fields, batch)))
-    told = apply_batch(
-        wiring,
-        batch,
-        body,
+    envelope = Envelope(
         pod=fields.pod,
         model=fields.model,
-        dp_rank=dp_rank,
+        dp_rank=fields.dp_rank if "dp_rank" in fields.model_fields_set else batch.dp_rank or 0,
         seq=fields.seq,
-        lora=fields.lora,
+        lora=fields.lora or None,
+        digest=digest_of(fields.seq, body),
         incomplete=fields.incomplete,
         owner=fields.owner,
     )
+    told = apply_batch(wiring, envelope, batch)
     return bodies.answer(request, told if isinstance(told, dict) else await told)
 
 
+def digest_of(seq: int | None, body: bytes | memoryview) -> int | None:
+    """Only what comes as number 0 is told apart by it."""
+    return hashing.digest(bytes(body)) if seq == 0 else None
+
+
 def apply_batch(
-    wiring: Wiring,
-    batch: EventBatch,
-    body: bytes | memoryview,
-    *,
-    pod: str,
-    model: str | None,
-    dp_rank: int | None,
-    seq: int | None,
-    lora: str | None,
-    incomplete: bool = False,
-    owner: str | None = None,
+    wiring: Wiring, envelope: Envelope, batch: EventBatch
 ) -> dict[str, Any] | Awaitable[dict[str, Any]]:
-    """What is answered, or in a replica what will be. `dp_rank` is what the sender named; else the batch's own counts."""
+    """What is answered, or in a replica what will be."""
     _check_count(wiring, len(batch.events) + len(batch.rejected) + batch.ignored)
-    if dp_rank is None:
-        dp_rank = batch.dp_rank or 0
-    digest = (
-        hashing.digest(bytes(body)) if seq == 0 else None
-    )  # only what comes as number 0 is told apart by it
 
     def told(result: BatchResult) -> dict[str, Any]:
         if batch.ts is not None and not result.duplicate:
@@ -92,41 +80,17 @@ def apply_batch(
         return _shown(result)
 
     async def apply_through_log() -> dict[str, Any]:
-        return told(
-            await wiring.writer.post(
-                pod,
-                batch,
-                model=model,
-                dp_rank=dp_rank,
-                seq=seq,
-                lora=lora or None,
-                digest=digest,
-                incomplete=incomplete,
-                owner=owner,
-            )
-        )
+        return told(await wiring.writer.post(envelope, batch))
 
     service = wiring.writer.immediate
     if service is None:
         return apply_through_log()
 
     def apply() -> dict[str, Any]:
-        return told(
-            service.post(
-                pod,
-                batch,
-                model=model,
-                dp_rank=dp_rank,
-                seq=seq,
-                lora=lora or None,
-                digest=digest,
-                incomplete=incomplete,
-                owner=owner,
-            )
-        )
+        return told(service.post(envelope, batch))
 
     if any(isinstance(event, PrefixesStored) for event in batch.events):
-        service.check(pod, batch, model=model, dp_rank=dp_rank, seq=seq, digest=digest)
+        service.check(envelope, batch)
         return _behind(service.listing(), apply)
     return apply()
 

@@ -17,9 +17,10 @@ from msgspec import Meta
 
 from app import _native
 from app.api import bodies
-from app.api.events import apply_batch, decode_payload, known_block_size
+from app.api.events import apply_batch, decode_payload, digest_of, known_block_size
 from app.api.wiring import Wiring
 from app.errors import UnreadableBatch
+from app.events import Envelope
 from app.ingest.wire_decode import decode_events
 from app.ingest.wire_notation import cut_json
 from app.schemas.fields import DP_RANK_MAX, NAME_CHARS_MAX
@@ -37,7 +38,7 @@ _PLAINLY_TOLD = (
 _Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 
 
-class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Nothing here that EventsFields would refuse."""
 
     pod: _Name
@@ -50,7 +51,7 @@ class _Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     owner: _Name | None = None
 
 
-_decoder = msgspec.json.Decoder(_Envelope)
+_decoder = msgspec.json.Decoder(_Body)
 
 
 def answer(
@@ -95,18 +96,16 @@ def _from_json(wiring: Wiring, body: bytes | memoryview) -> bytes | Awaitable[by
         dp_rank=said.dp_rank,
         block_size=known_block_size(wiring.service, said.pod, said.dp_rank),
     )
-    result = apply_batch(
-        wiring,
-        batch,
-        body,
+    envelope = Envelope(
         pod=said.pod,
         model=said.model,
         dp_rank=said.dp_rank,
         seq=said.seq,
-        lora=said.lora,
+        lora=said.lora or None,
+        digest=digest_of(said.seq, body),
         owner=said.owner,
     )
-    return _told(result)
+    return _told(apply_batch(wiring, envelope, batch))
 
 
 def _from_payload(
@@ -130,11 +129,16 @@ def _from_payload(
         return None
     if len(batch.events) + len(batch.rejected) + batch.ignored > wiring.settings.events_max:
         return None
-    return _told(
-        apply_batch(
-            wiring, batch, body, pod=pod, model=model, dp_rank=dp_rank, seq=seq, lora=lora, owner=owner
-        )
+    envelope = Envelope(
+        pod=pod,
+        model=model,
+        dp_rank=(batch.dp_rank or 0) if dp_rank is None else dp_rank,
+        seq=seq,
+        lora=lora,
+        digest=digest_of(seq, body),
+        owner=owner,
     )
+    return _told(apply_batch(wiring, envelope, batch))
 
 
 def _apply_plain(

@@ -27,7 +27,8 @@ async def running_indexer(port: int) -> AsyncIterator[str]:
     """The URL of an indexer with the embedded defaults. Raises Unresponsive when it does not start."""
     with tempfile.TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "app", "serve", "--host", "127.0.0.1", "--port", str(port)),
+            # -P: what is installed, and not a folder `app` that happens to lie where we were started.
+            *(sys.executable, "-P", "-m", "app", "serve", "--host", "127.0.0.1", "--port", str(port)),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=log,

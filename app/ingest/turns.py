@@ -2,12 +2,14 @@
 
 Reading sockets and draining the queue would each keep the loop for as long as engines publish. So they take turns, and a
 query waits for one slice: in the round between, what it sent is read and answered, and the answer goes out before the
-next slice.
+next slice. What is done in a turn is no part of the request that asked for it, if one did: a log line of a stream must
+not carry that one's number.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,7 +33,7 @@ class Turns:
             self._asking.append(work)
         if not self._is_scheduled:
             self._is_scheduled = True
-            self._loop.call_soon(self._turn)
+            self._loop.call_soon(self._turn, context=contextvars.Context())
 
     def _turn(self) -> None:
         work = self._asking.popleft()

@@ -113,7 +113,8 @@ def own_indexer(**settings: object) -> Iterator[str]:
     environment = {**os.environ, **{variable(name): str(value) for name, value in settings.items()}}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "app", "serve", "--host", "127.0.0.1", "--port", "0"],
+            # -P: what is installed, and not a folder `app` that happens to lie where we were started.
+            [sys.executable, "-P", "-m", "app", "serve", "--host", "127.0.0.1", "--port", "0"],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

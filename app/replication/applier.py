@@ -24,6 +24,7 @@ from typing import Protocol
 import msgspec
 
 from app.errors import IndexerError
+from app.events import Envelope
 from app.pods import Pod, PodSpec, SourceState
 from app.replication.entries import (
     AnyEntry,
@@ -160,9 +161,8 @@ class Applier:
         return self._control(partition, entry)
 
     def _post(self, position: str, entry: Posted) -> object:
-        result = self._service.post(
-            entry.pod,
-            entry.batch,
+        envelope = Envelope(
+            pod=entry.pod,
             model=entry.model,
             dp_rank=entry.dp_rank,
             seq=entry.seq,
@@ -171,6 +171,7 @@ class Applier:
             incomplete=entry.incomplete,
             owner=entry.owner if self._service.owners.has_room_for(entry.owner) else None,
         )
+        result = self._service.post(envelope, entry.batch)
         if not result.duplicate:
             heard = self.state.heard.setdefault(entry.pod, [])
             heard.extend([""] * (entry.dp_rank + 1 - len(heard)))

@@ -31,6 +31,7 @@ from app.events import (
     BlockRemoved,
     BlocksHashed,
     BlockStored,
+    Envelope,
     Event,
     EventBatch,
     PrefixesStored,
@@ -89,24 +90,15 @@ class Coder:
         """Something is under way that may change what will be accepted of the rank."""
         return (pod, dp_rank) in self._flights or pod in self._controls
 
-    def code(
-        self,
-        pod: str,
-        dp_rank: int,
-        batch: EventBatch,
-        *,
-        model: str | None = None,
-        lora: str | None = None,
-        seq: int | None = None,
-        may_restart: bool = False,
-    ) -> tuple[EventBatch, Ticket]:
-        """`seq` is that of a posted batch; `may_restart`: it tells an engine's restart, if it is not the first."""
+    def code(self, envelope: Envelope, batch: EventBatch) -> tuple[EventBatch, Ticket]:
+        """A batch of a followed stream has no `seq` here: none of them is a duplicate."""
+        pod, dp_rank = envelope.pod, envelope.dp_rank
         known = self._service.pods.get(pod)
         ticket = Ticket(pod, dp_rank, is_control=known is None)
         flight = self._flight(pod, dp_rank)
-        model = model if known is None else known.spec.model
-        lora = lora or (None if known is None else known.spec.lora)
-        applied = self._foresee(flight, pod, batch, seq, may_restart)
+        model = envelope.model if known is None else known.spec.model
+        lora = envelope.lora or (None if known is None else known.spec.lora)
+        applied = self._foresee(flight, envelope, batch)
         orphans = self._service.waiting_blocks(pod, dp_rank) > 0
         events: list[Event] = []
         for event in batch.events:
@@ -144,13 +136,12 @@ class Coder:
         self._flights[pod, dp_rank] = flight
         return flight
 
-    def _foresee(
-        self, flight: _Flight, pod: str, batch: EventBatch, seq: int | None, may_restart: bool
-    ) -> Set[int]:
+    def _foresee(self, flight: _Flight, envelope: Envelope, batch: EventBatch) -> Set[int]:
         """The ids of the events that will be applied for certain."""
-        flight.is_unsure |= pod in self._controls
+        flight.is_unsure |= envelope.pod in self._controls
+        seq = envelope.seq
         if seq is not None and flight.last_seq is not None and seq <= flight.last_seq:
-            if may_restart:
+            if seq == 0 and envelope.digest is not None:  # it may tell an engine's restart
                 flight.book.clear(self._count(flight))
                 flight.is_unsure = True
             return frozenset()

@@ -34,7 +34,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Posted(Entry, frozen=True, kw_only=True, array_like=True, tag=1):
-    """A batch that came by HTTP: the arguments of IndexerService.post."""
+    """A batch that came by HTTP: the fields of its Envelope, and its events."""
 
     pod: str
     model: str | None

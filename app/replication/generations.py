@@ -205,7 +205,9 @@ class Generations:
             if self._rounds_lost >= ROUNDS_LOST_MAX:
                 self._rounds_lost = 0
                 await self._log.forget_candidates()
-            raise LogBroken("the log is lost, and another replica makes a new one")
+            if mine.log:
+                raise LogBroken("the log is lost, and another replica makes a new one")
+            raise LogBroken("there is no log yet, and another replica makes it")
         self._rounds_lost = 0
         terms = msgspec.structs.replace(self._terms, log=secrets.token_hex(12))
         if not mine.log:

@@ -16,9 +16,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from app.batches import BatchResult
 from app.errors import LogAway
-from app.events import BlockRemoved, EventBatch, Tier
+from app.events import BlockRemoved, Envelope, EventBatch, Tier
 from app.owners import OwnerInfo
 from app.pods import Pod, PodSpec, SourceState
 from app.replication.applier import Applier
@@ -67,45 +69,15 @@ class LogWriter:
 
     # -- Writer
 
-    async def post(
-        self,
-        pod: str,
-        batch: EventBatch,
-        *,
-        model: str | None,
-        dp_rank: int,
-        seq: int | None,
-        lora: str | None,
-        digest: int | None = None,
-        incomplete: bool = False,
-        owner: str | None = None,
-    ) -> BatchResult:
-        self._service.owners.check(owner)
-        if not self._coder.is_under_way(pod, dp_rank):
-            self._service.check(pod, batch, model=model, dp_rank=dp_rank, seq=seq, digest=digest)
-        elif not self._coder.is_changing(pod):
-            self._service.check_sender(pod, model, dp_rank)
-        coded, ticket = self._coder.code(
-            pod,
-            dp_rank,
-            batch,
-            model=model,
-            lora=lora,
-            seq=seq,
-            may_restart=seq == 0 and digest is not None,
-        )
-        entry = Posted(
-            pod=pod,
-            model=model,
-            dp_rank=dp_rank,
-            seq=seq,
-            lora=lora,
-            digest=digest,
-            incomplete=incomplete,
-            batch=coded,
-            owner=owner,
-        )
-        result = await self._answer(self._put(pod, entry, ticket))
+    async def post(self, envelope: Envelope, batch: EventBatch) -> BatchResult:
+        self._service.owners.check(envelope.owner)
+        if not self._coder.is_under_way(envelope.pod, envelope.dp_rank):
+            self._service.check(envelope, batch)
+        elif not self._coder.is_changing(envelope.pod):
+            self._service.check_sender(envelope)
+        coded, ticket = self._coder.code(envelope, batch)
+        entry = Posted(batch=coded, **msgspec.structs.asdict(envelope))
+        result = await self._answer(self._put(envelope.pod, entry, ticket))
         assert isinstance(result, BatchResult)
         return result
 
@@ -235,7 +207,7 @@ class FeedWriter:
         epoch = self._epoch(pod)
         if epoch is None:
             return
-        coded, ticket = self._coder.code(pod, dp_rank, batch)
+        coded, ticket = self._coder.code(Envelope(pod=pod, dp_rank=dp_rank), batch)
         entry = Followed(pod=pod, dp_rank=dp_rank, seq=seq, digest=digest, epoch=epoch, batch=coded)
         self._put(pod, entry, ticket, answered=False)
 

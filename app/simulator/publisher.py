@@ -20,6 +20,7 @@ import collections
 import contextlib
 import dataclasses
 import queue
+import random
 import socket
 import threading
 from typing import Any, Self
@@ -36,6 +37,7 @@ from app.ingest.vllm import (
 )
 
 PORT_ATTEMPTS_MAX = 50
+PORTS_FROM, EPHEMERAL_FROM = 16_384, 32_768  # Linux gives connections ports from the second on
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -268,20 +270,14 @@ def open_publishers(
 ) -> list[Publisher]:
     """One a rank, at port + rank for events and for replays alike; port 0 finds free ports in a row."""
     for _ in range(PORT_ATTEMPTS_MAX):
+        bases = [base or _some_port(dp_size) for base in (port, replay_port)]
         opened: list[Publisher] = []
         try:
             for dp_rank in range(dp_size):
-                if opened:
-                    base = port_of(opened[0].endpoint), port_of(opened[0].replay_endpoint or "")
-                else:
-                    base = port, replay_port
+                endpoint, replay_endpoint = (_endpoint(host, base, dp_rank) for base in bases)
                 opened.append(
                     Publisher(
-                        dataclasses.replace(
-                            settings,
-                            endpoint=_endpoint(host, base[0], dp_rank),
-                            replay_endpoint=_endpoint(host, base[1], dp_rank),
-                        )
+                        dataclasses.replace(settings, endpoint=endpoint, replay_endpoint=replay_endpoint)
                     )
                 )
         except InvalidSettings:
@@ -292,6 +288,11 @@ def open_publishers(
         else:
             return opened
     raise InvalidSettings(f"{host} has no {dp_size} free ports in a row for events and for replays")
+
+
+def _some_port(in_a_row: int) -> int:
+    """0, which is any, for a single one: of several the system would choose among ports that connections lie between."""
+    return 0 if in_a_row == 1 else random.randrange(PORTS_FROM, EPHEMERAL_FROM - in_a_row)
 
 
 def _endpoint(host: str, port: int, dp_rank: int) -> str:

@@ -104,7 +104,8 @@ class TokenizerProcess:
 
 
 def _open(theirs: socket.socket, arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "app.tokenizer.worker", *arguments]
+    # -P: what is installed, and not a folder `app` that happens to lie where the service was started.
+    command = [sys.executable, "-P", "-m", "app.tokenizer.worker", *arguments]
     return subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())
 
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from app.correlation import CURRENT, Correlation
 from app.ingest.turns import Turns
 
 
@@ -89,3 +90,20 @@ def test_a_work_that_fails_takes_no_turn_from_another(caplog: pytest.LogCaptureF
 
     asyncio.run(play())
     assert "made by the test" in caplog.text
+
+
+def test_a_turn_is_no_part_of_the_request_that_asked_for_it() -> None:
+    async def play() -> None:
+        turns = Turns(asyncio.get_running_loop(), slice_s=1.0)
+        requests: list[Correlation | None] = []
+
+        def work(_stop_at_s: float) -> bool:
+            requests.append(CURRENT.get())
+            return len(requests) == 1
+
+        CURRENT.set(Correlation("a-put"))
+        turns.ask(work)
+        await rounds(10)
+        assert requests == [None, None]
+
+    asyncio.run(play())

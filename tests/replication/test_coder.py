@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from app.config import Settings
-from app.events import BlockRemoved, BlocksHashed, BlockStored, Event, EventBatch, Tier
+from app.events import BlockRemoved, BlocksHashed, BlockStored, Envelope, Event, EventBatch, Tier
 from app.replication.coder import Ticket
 from tests.replication.replicas import Clock, Fleet, ListLog, Lone, Member
 from tests.replication.test_same_picture import SIZE, answers, picture, tokens, uint64s
@@ -26,19 +25,19 @@ def stored(name: int, *, blocks: int = 1, tier: Tier = Tier.GPU, parent: int | N
     return EventBatch(events=(event,), positions=(0,))
 
 
-def call(seq: int, batch: EventBatch) -> dict[str, Any]:
-    return {"pod": "a", "batch": batch, "model": "m", "dp_rank": 0, "seq": seq, "lora": None}
+def envelope(seq: int) -> Envelope:
+    return Envelope(pod="a", model="m", seq=seq)
 
 
 def test_blocks_go_without_their_tokens_again_behind_a_removal_everywhere() -> None:
     async def play() -> None:
         async with Fleet(1, ttl_s=0) as fleet:
             (member,) = fleet.members
-            await fleet.results([member.writer.post(**call(0, stored(1)))])
+            await fleet.results([member.writer.post(envelope(0), stored(1))])
             removal = member.writer.remove_everywhere("m", None, (BlockRemoved(block_hashes=uint64s(9)),))
-            await fleet.results([removal, member.writer.post(**call(1, stored(2, parent=1)))])
+            await fleet.results([removal, member.writer.post(envelope(1), stored(2, parent=1))])
             assert member.coder.raw_blocks == 1, "nobody can tell whether its parent is still there"
-            await fleet.results([member.writer.post(**call(2, stored(3, parent=2)))])
+            await fleet.results([member.writer.post(envelope(2), stored(3, parent=2))])
             assert (member.coder.raw_blocks, member.coder.hashed_blocks) == (1, 2)
 
     asyncio.run(play())
@@ -47,10 +46,10 @@ def test_blocks_go_without_their_tokens_again_behind_a_removal_everywhere() -> N
 def test_blocks_go_without_their_tokens_again_when_the_one_that_had_to_keep_them_has_landed() -> None:
     """Also where something else is under way all the time, as of a busy source it is."""
     member = Member("this", ListLog(), Settings(), Clock())
-    member.service.post(**call(0, stored(1)))
+    member.service.post(envelope(0), stored(1))
 
     def under_way(batch: EventBatch) -> tuple[type[Event], Ticket]:
-        coded, ticket = member.coder.code("a", 0, batch)
+        coded, ticket = member.coder.code(Envelope(pod="a"), batch)
         return type(coded.events[0]), ticket
 
     kind, unknown = under_way(stored(3, parent=77))
@@ -77,9 +76,9 @@ def test_what_a_larger_chunk_makes_forgotten_is_no_parent() -> None:
                 stored(2, parent=1),
             ]
             for seq, batch in enumerate(batches):
-                lone.service.post(**call(seq, batch))
+                lone.service.post(envelope(seq), batch)
             for under_way in ((0,), (1,), (2, 3)):
-                await fleet.results([sender.writer.post(**call(seq, batches[seq])) for seq in under_way])
+                await fleet.results([sender.writer.post(envelope(seq), batches[seq]) for seq in under_way])
             for member in fleet.members:
                 assert picture(member) == picture(lone)
                 assert answers(member, [PATH]) == answers(lone, [PATH])

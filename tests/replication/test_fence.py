@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from app.events import BlockStored, EventBatch
+from app.events import BlockStored, Envelope, EventBatch
 from app.pods import PodSpec, SourceState
 from app.replication.applier import NOT_HELD, Fenced
 from app.replication.entries import partition_of
@@ -183,7 +183,7 @@ def test_names_that_come_and_go_leave_nothing_behind_and_their_leases_stay_over(
                     writer.register(dataclasses.replace(SPEC, name=name)),
                     writer.take_lease(name, EPOCH + number),
                 ]
-                calls += [writer.post(f"{name}-http", batch(0), model="m", dp_rank=0, seq=0, lora=None)]
+                calls += [writer.post(Envelope(pod=f"{name}-http", model="m", seq=0), batch(0))]
                 calls += [writer.drop_pod(name), writer.drop_pod(f"{name}-http")]
                 # Its holder has not read that it is gone.
                 calls += [writer.take_lease(name, EPOCH + number + 1)]
@@ -249,7 +249,7 @@ def test_a_question_about_a_pod_that_is_gone_does_not_silence_the_one_of_its_nam
             lone.service.register(PodSpec("a", "m"))
             assert [state(member) for member in fleet.members] == [SourceState.LIVE] * 2, "it was not silent"
             await post(fleet, prompt, 0)
-            lone.service.post("a", batch(0), model="m", dp_rank=0, seq=0, lora=None)
+            lone.service.post(Envelope(pod="a", model="m", seq=0), batch(0))
             assert [state(member) for member in fleet.members] == [SourceState.LIVE] * 2, (
                 "nothing was forgotten"
             )

@@ -14,6 +14,7 @@ import httpx
 import msgspec
 
 from app.config import Settings
+from app.events import Envelope
 from app.index.prefix_index import PrefixIndex
 from app.ingest.vllm import decode_batch
 from app.pods import PodSpec
@@ -130,7 +131,7 @@ class Fleet:
         for name, events in self.posted.items():
             for seq, event in enumerate(events):
                 batch = decode_batch(msgspec.msgpack.encode([0.0, [event], 0]))
-                service.post(name, batch, model="m", dp_rank=0, seq=seq, lora=None)
+                service.post(Envelope(pod=name, model="m", seq=seq), batch)
         found = service.stats()
         return found["digest"], found["totals"]["stored_blocks"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from app.errors import UnknownOwner
-from app.events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
+from app.events import AllBlocksCleared, BlockRemoved, BlockStored, Envelope, Event, EventBatch
 from app.service import FuzzyQuery, MatchQuery
 from app.snapshots import keeper as keeping
 from app.snapshots.file import FileStore
@@ -72,15 +72,9 @@ class History:
         pod, events = r.choice(PODS), tuple(self.event() for _ in range(r.randint(1, 4)))
         self.seqs[pod] += 1
         batch = EventBatch(events=events, positions=tuple(range(len(events))))
-        await r.choice(fleet.members).writer.post(
-            pod,
-            batch,
-            model="m",
-            dp_rank=0,
-            seq=self.seqs[pod],
-            lora=None,
-            owner=r.choice([None, *OWNERS, *OWNERS]),
-        )
+        writer = r.choice(fleet.members).writer
+        owner = r.choice([None, *OWNERS, *OWNERS])
+        await writer.post(Envelope(pod=pod, model="m", seq=self.seqs[pod], owner=owner), batch)
 
     async def clear_owner(self, fleet: Fleet) -> None:
         with contextlib.suppress(UnknownOwner):

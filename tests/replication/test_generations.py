@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import redis
 
 from app.config import Settings
+from app.events import Envelope
 from app.replication.applier import Applier
 from app.replication.coder import Coder
 from app.replication.entries import VERSION
@@ -71,7 +72,7 @@ class Whole(Lone):
 
     async def post(self, seq: int) -> None:
         """The next block of pod a."""
-        await self.writer.post("a", batch(seq), model="m", dp_rank=0, seq=seq, lora=None)
+        await self.writer.post(Envelope(pod="a", model="m", seq=seq), batch(seq))
 
     async def save(self) -> str:
         """The place of the snapshot in the log."""

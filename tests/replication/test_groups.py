@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from app.config import Settings
-from app.events import BlockStored, EventBatch
+from app.events import BlockStored, Envelope, EventBatch
 from app.replication.applier import REPLICAS_MAX, Applier
 from app.replication.entries import OwnerCleared, encode_entry, encode_group
 from tests.replication.replicas import Clock, Fleet, Lone
@@ -78,7 +78,7 @@ def test_a_batch_counts_also_where_its_owner_has_no_room_by_then() -> None:
             writer = fleet.members[0].writer
             posts = [
                 writer.post(
-                    f"pod-{name}", stored(name), model="m", dp_rank=0, seq=0, lora=None, owner=f"agent-{name}"
+                    Envelope(pod=f"pod-{name}", model="m", seq=0, owner=f"agent-{name}"), stored(name)
                 )
                 for name in (1, 2)
             ]

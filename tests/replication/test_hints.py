@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from app.events import BlockRemoved, BlockStored, EventBatch
+from app.events import BlockRemoved, BlockStored, Envelope, EventBatch
 from app.service import MatchQuery
 from tests.replication.replicas import Fleet, Member
 
@@ -40,7 +40,7 @@ def test_every_replica_has_them_and_loses_them_with_the_block(child_first: bool)
             writer = fleet.members[0].writer
 
             async def post(batch: EventBatch) -> None:
-                await writer.post("a", batch, model="m", dp_rank=0, seq=None, lora=None)
+                await writer.post(Envelope(pod="a", model="m"), batch)
 
             batches = [stored(1, 0), stored(2, 1, parent=1)]
             for batch in reversed(batches) if child_first else batches:

@@ -10,6 +10,7 @@ import pytest
 
 from app.config import Settings
 from app.errors import LogAway, Overloaded
+from app.events import Envelope
 from app.pods import PodSpec, SourceState
 from tests.replication.replicas import Clock, ListLog, Member
 from tests.replication.test_silence import batch
@@ -37,7 +38,7 @@ def test_what_finds_no_room_is_not_under_way() -> None:
         this.service.register(PodSpec(POD, "m"))
         writer = this.writer
         calls: list[Callable[[], Awaitable[Any]]] = [
-            lambda: writer.post(POD, batch(0), model="m", dp_rank=0, seq=0, lora=None),
+            lambda: writer.post(Envelope(pod=POD, model="m", seq=0), batch(0)),
             lambda: writer.register(PodSpec(POD, "m", lora="tuned")),
             lambda: writer.drop_pod(POD),
             lambda: writer.remove_blocks(POD, model=None, lora=None, dp_rank=None, tier=None),
@@ -55,7 +56,7 @@ def test_what_was_not_sent_in_time_never_is() -> None:
     async def play() -> None:
         this = member(answer_timeout_s=0.01)
         with pytest.raises(LogAway, match="nothing was changed"):
-            await this.writer.post(POD, batch(0), model="m", dp_rank=0, seq=0, lora=None)
+            await this.writer.post(Envelope(pod=POD, model="m", seq=0), batch(0))
         nothing_is_under_way(this)
 
     asyncio.run(play())

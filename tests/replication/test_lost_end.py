@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from app.config import Settings
-from app.events import BlockStored, EventBatch
+from app.events import BlockStored, Envelope, EventBatch
 from app.replication.applier import Applier, beginning
 from app.replication.coder import Coder
 from app.replication.follower import Follower
@@ -90,7 +90,7 @@ class OverRedis(Lone):
 
 
 async def _post(post: Callable[..., Awaitable[object]], seq: int) -> object:
-    return await post("a", batch(seq), model="m", dp_rank=0, seq=seq, lora=None)
+    return await post(Envelope(pod="a", model="m", seq=seq), batch(seq))
 
 
 def batch(seq: int) -> EventBatch:
@@ -175,7 +175,7 @@ async def _lose_what_nobody_had_read(forgetful: Forgetful, more: bool) -> None:
         await until(lambda: other.picture() == one.picture(), "the other has it too")
         alone = Lone(Settings(), Clock())
         for seq in range(len(posts) + 1):
-            alone.service.post("a", batch(seq), model="m", dp_rank=0, seq=seq, lora=None)
+            alone.service.post(Envelope(pod="a", model="m", seq=seq), batch(seq))
         found = alone.service.stats()
         assert one.picture() == (found["digest"], found["totals"]), "no hole, nothing doubled"
         for member in (one, other):

@@ -24,6 +24,7 @@ from app.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    Envelope,
     Event,
     EventBatch,
     PrefixesStored,
@@ -181,6 +182,7 @@ class History:
         batch = self.batch(pod, dp_rank)
         seq = self.seqs.get((pod, dp_rank), -1) + r.choice([1, 1, 1, 1, 1, 1, 0, 3])
         said: dict[str, Any] = {
+            "pod": pod,
             "model": r.choice(["m", "m", "m", None]),
             "dp_rank": dp_rank,
             "seq": max(seq, 0),
@@ -198,7 +200,8 @@ class History:
             self.seqs[pod, dp_rank] = said["seq"]
         if said["seq"] == 0:
             said["digest"] = r.randrange(3)
-        return Step(lambda s: s.post(pod, batch, **said), lambda m: m.writer.post(pod, batch, **said))
+        envelope = Envelope(**said)
+        return Step(lambda s: s.post(envelope, batch), lambda m: m.writer.post(envelope, batch))
 
     def follow(self) -> Step:
         r = self.random
@@ -371,7 +374,7 @@ def test_most_blocks_go_without_their_tokens() -> None:
                 )
                 batches.append(EventBatch(events=(event,), positions=(0,)))
             posts = [
-                member.writer.post("a", batch, model="m", dp_rank=0, seq=seq, lora=None)
+                member.writer.post(Envelope(pod="a", model="m", seq=seq), batch)
                 for seq, batch in enumerate(batches)
             ]
             assert not any(isinstance(result, Exception) for result in await fleet.results(posts[:1]))

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from app.events import BlockStored, EventBatch
+from app.events import BlockStored, Envelope, EventBatch
 from app.pods import SourceState
 from app.replication.entries import SourceSilent, decode_group
 from tests.discovery.waiting import until
@@ -35,9 +35,7 @@ def fleet_of(count: int) -> Fleet:
 
 
 async def post(fleet: Fleet, member: Member, seq: int) -> Any:
-    (result,) = await fleet.results(
-        [member.writer.post("a", batch(seq), model="m", dp_rank=0, seq=seq, lora=None)]
-    )
+    (result,) = await fleet.results([member.writer.post(Envelope(pod="a", model="m", seq=seq), batch(seq))])
     assert not isinstance(result, Exception), result
     return result
 
@@ -72,7 +70,7 @@ def test_all_ask_and_it_is_forgotten_once_and_everywhere() -> None:
         async with fleet_of(3) as fleet:
             lone = Lone(fleet.settings, fleet.clock)
             await post(fleet, fleet.members[0], 0)
-            lone.service.post("a", batch(0), model="m", dp_rank=0, seq=0, lora=None)
+            lone.service.post(Envelope(pod="a", model="m", seq=0), batch(0))
             fleet.clock.seconds += DEADLINE_S - 0.1
             for member in fleet.members:
                 member.service.tick()
@@ -91,7 +89,7 @@ def test_all_ask_and_it_is_forgotten_once_and_everywhere() -> None:
             assert answers(fleet.members[0], [PATH])[0] == [], "it holds nothing"
 
             await post(fleet, fleet.members[1], 0)  # its numbers may have begun again
-            lone.service.post("a", batch(0), model="m", dp_rank=0, seq=0, lora=None)
+            lone.service.post(Envelope(pod="a", model="m", seq=0), batch(0))
             assert [state(member) for member in fleet.members] == [SourceState.DEGRADED] * 3
             same_everywhere(fleet, lone)
 
@@ -104,12 +102,10 @@ def test_a_batch_that_the_asker_had_not_read_yet_counts() -> None:
             prompt, late = fleet.members
             lone = Lone(fleet.settings, fleet.clock)
             await post(fleet, prompt, 0)
-            lone.service.post("a", batch(0), model="m", dp_rank=0, seq=0, lora=None)
+            lone.service.post(Envelope(pod="a", model="m", seq=0), batch(0))
             fleet.clock.seconds += DEADLINE_S
-            posting = await appended(
-                fleet, prompt.writer.post("a", batch(1), model="m", dp_rank=0, seq=1, lora=None)
-            )
-            lone.service.post("a", batch(1), model="m", dp_rank=0, seq=1, lora=None)
+            posting = await appended(fleet, prompt.writer.post(Envelope(pod="a", model="m", seq=1), batch(1)))
+            lone.service.post(Envelope(pod="a", model="m", seq=1), batch(1))
             late.service.tick()  # it has applied the first only
             await fleet.settle()
             await posting
@@ -135,9 +131,7 @@ def test_a_batch_that_came_again_is_no_sign_of_life() -> None:
             sender = fleet.members[0]
             await post(fleet, sender, 0)
             fleet.clock.seconds += DEADLINE_S
-            again = await appended(
-                fleet, sender.writer.post("a", batch(0), model="m", dp_rank=0, seq=0, lora=None)
-            )
+            again = await appended(fleet, sender.writer.post(Envelope(pod="a", model="m", seq=0), batch(0)))
             for member in fleet.members:
                 member.service.tick()
             await fleet.settle()

@@ -11,7 +11,7 @@ import pytest
 
 from app.config import Settings
 from app.errors import SnapshotRefused
-from app.events import AllBlocksCleared, Tier
+from app.events import AllBlocksCleared, Envelope, Tier
 from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
 from app.index.prefix_index import PrefixIndex
 from app.pods import PodSpec, SourceState
@@ -47,9 +47,7 @@ class Bench:
         return fresh
 
     def post(self, first: int, count: int, *, seq: int | None, pod: str = "pod-a") -> None:
-        self.service.post(
-            pod, batch(stored(first, count)), model="m", dp_rank=0, seq=seq, lora=None, digest=7
-        )
+        self.service.post(Envelope(pod=pod, model="m", seq=seq, digest=7), batch(stored(first, count)))
 
     def depths(self, count: int) -> dict[str, int]:
         result = self.service.match(MatchQuery(model="m", token_ids=tokens(count * 4)))
@@ -158,17 +156,17 @@ def test_what_was_learned_of_a_source_comes_back(tmp_path: Path) -> None:
 
     def first(to: Bench) -> BatchResult:
         events = batch(stored(0), stored(0, size=8, name=500, tier=Tier.CPU))
-        return to.service.post("pod-a", events, model="m", dp_rank=0, seq=0, lora=None, digest=7)
+        return to.service.post(Envelope(pod="pod-a", model="m", seq=0, digest=7), events)
 
     first(bench)
     asyncio.run(bench.keeper.save())
     fresh = bench.restarted(1)
     assert first(fresh).duplicate, "it is known by what it was: no restarted engine"
     smaller = batch(stored(0, size=4, name=900, tier=Tier.CPU))
-    result = fresh.service.post("pod-a", smaller, model="m", dp_rank=0, seq=1, lora=None)
+    result = fresh.service.post(Envelope(pod="pod-a", model="m", seq=1), smaller)
     assert (result.stored_blocks, result.ignored) == (0, 1), "the end of a prompt"
-    fresh.service.post("pod-a", batch(), model="m", dp_rank=0, seq=5, lora=None)
-    fresh.service.post("pod-a", batch(AllBlocksCleared()), model="m", dp_rank=0, seq=6, lora=None)
+    fresh.service.post(Envelope(pod="pod-a", model="m", seq=5), batch())
+    fresh.service.post(Envelope(pod="pod-a", model="m", seq=6), batch(AllBlocksCleared()))
     state = fresh.service.pod("pod-a").sources[0].state
     assert state is SourceState.DEGRADED, "a clear says nothing of the blocks on the CPU"
 
@@ -179,7 +177,7 @@ def test_stamps_of_a_run_come_back(tmp_path: Path, knows: bool) -> None:
     bench = Bench(tmp_path / "snapshot")
     for seq in range(3):
         event = batch(stored(seq), ts=100.0 + seq)
-        bench.service.post("pod-a", event, model="m", dp_rank=0, seq=seq, lora=None)
+        bench.service.post(Envelope(pod="pod-a", model="m", seq=seq), event)
     if not knows:
         bench.service.pod("pod-a").sources[0].newest_ts = None
     asyncio.run(bench.keeper.save())
@@ -188,7 +186,7 @@ def test_stamps_of_a_run_come_back(tmp_path: Path, knows: bool) -> None:
         (101.0, SourceState.LIVE),
         (103.0, SourceState.DEGRADED if knows else SourceState.LIVE),
     ):
-        again = fresh.service.post("pod-a", batch(stored(1), ts=ts), model="m", dp_rank=0, seq=1, lora=None)
+        again = fresh.service.post(Envelope(pod="pod-a", model="m", seq=1), batch(stored(1), ts=ts))
         assert again.duplicate
         assert fresh.service.pod("pod-a").sources[0].state is state
 

@@ -13,6 +13,7 @@ import redis.asyncio
 
 from app.config import Settings
 from app.errors import SnapshotRefused, StoreFailed
+from app.events import Envelope
 from app.index.prefix_index import PrefixIndex
 from app.service import IndexerService, index_limits
 from app.snapshots import redis_store
@@ -264,12 +265,10 @@ def test_a_service_comes_back_on_another_replica(server: RedisServer, keys: redi
     async def scene(store: RedisStore) -> None:
         service, keeper = replica(store)
         for number in range(50):
-            service.post(
-                "pod-a", batch(stored(number * 8, 8)), model="m", dp_rank=0, seq=number, lora=None, digest=7
-            )
+            service.post(Envelope(pod="pod-a", model="m", seq=number, digest=7), batch(stored(number * 8, 8)))
         assert await keeper.save()
         digest = service.stats()["digest"]
-        service.post("pod-a", batch(stored(400)), model="m", dp_rank=0, seq=50, lora=None, digest=7)
+        service.post(Envelope(pod="pod-a", model="m", seq=50, digest=7), batch(stored(400)))
         assert await keeper.save()
         other, other_keeper = replica(store)
         newest = await store.placed("newest")

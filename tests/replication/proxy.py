@@ -1,11 +1,16 @@
-"""A TCP proxy between an indexer and its Redis that can be made to drop, to hold or to refuse."""
+"""A TCP proxy between an indexer and its Redis that can be made to drop, to hold or to refuse.
+
+It accepts by itself: asyncio.Server, closed while it is accepting a connection, leaves that one open and lets nobody
+know (Python 3.11), and whoever is refused knocks all the time.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,7 +29,7 @@ class Proxy:
         self._thread.start()
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
-        self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
         self.port = 0
         self._call(self._listen())
 
@@ -33,8 +38,26 @@ class Proxy:
         future.result(timeout=10)
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        self._listener.setblocking(False)
+        self.port = self._listener.getsockname()[1]
+        self._loop.add_reader(self._listener, self._accept, self._listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # it went again
+            accepted, _ = listener.accept()
+            self._begin(self._serve(accepted))
+
+    def _refuse(self) -> None:
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def set(self, mode: str) -> None:
         self._call(self._set(mode))
@@ -47,8 +70,7 @@ class Proxy:
         else:
             self._flowing.set()
         if mode == "refuse":
-            assert self._server is not None
-            self._server.close()
+            self._refuse()
         # What was dropped cannot be made up for: as with a real network, TCP would have ended such connections.
         if mode == "refuse" or before == "drop":
             for writer in list(self._writers):
@@ -56,7 +78,11 @@ class Proxy:
         if before == "refuse":
             await self._listen()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, accepted: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=accepted)
+        if self._mode == "refuse":  # since it was accepted
+            writer.transport.abort()
+            return
         self._writers.add(writer)
         try:
             onward_reader, onward = await asyncio.open_connection("127.0.0.1", self._target)
@@ -66,9 +92,7 @@ class Proxy:
             return
         self._writers.add(onward)
         for pair in ((reader, onward), (onward_reader, writer)):
-            task = asyncio.create_task(self._pump(*pair))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._begin(self._pump(*pair))
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
@@ -88,12 +112,12 @@ class Proxy:
 
     async def _end(self) -> None:
         """Whatever is still connecting, waiting or flowing comes to its end before the loop does."""
-        if self._server is not None:
-            self._server.close()
-        while others := asyncio.all_tasks(self._loop) - {asyncio.current_task()}:
-            for task in others:
+        self._refuse()
+        await asyncio.sleep(0)  # a task that is cancelled before it begins would close nothing
+        while tasks := set(self._tasks):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         for writer in list(self._writers):
             writer.transport.abort()
         await asyncio.sleep(0)

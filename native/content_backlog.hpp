@@ -56,6 +56,12 @@ class ContentBacklog {
   void spread(size_t work);
   // Takes out up to so many that lie close together, roughly in the order of their SimHashes.
   void take(size_t records, std::vector<Record>& out);
+  // Behind that: what it took out, so many, is back in its place. It lies there yet, as long as nothing is
+  // added.
+  void put_back(size_t records) {
+    parts_.back().size += records;
+    size_ += records;
+  }
 
   // Goes on with a cursor until it has seen `visits_max` or, then `is_done`, all; erases those that
   // dead(prefixes), of up to kSweptTogether, has bits for. Returns how many it saw.

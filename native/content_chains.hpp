@@ -31,20 +31,26 @@ class ContentChains {
   }
   uint64_t next(uint64_t prefix) { return members_.find(prefix)->next; }
 
-  // `crowded`: this content has no record, should the chain be new.
+  // `crowded`: this content has no record, should the chain be new. Throws std::bad_alloc, and then nothing
+  // has changed.
   void add(uint64_t content, uint64_t prefix, bool crowded) {
     assert(prefix != 0 && "prefix hash 0 ends a chain");
     First* const first = firsts_.find(content);
     if (first == nullptr) {
-      firsts_.insert({content, prefix, crowded ? 1u : 0u});
-      crowded_ += crowded ? 1 : 0;
       members_.insert({prefix, 0, content});
+      try {
+        firsts_.insert({content, prefix, crowded ? 1u : 0u});
+      } catch (...) {
+        members_.erase(members_.find(prefix));
+        throw;
+      }
+      crowded_ += crowded ? 1 : 0;
       return;
     }
     const uint64_t second = first->prefix;
+    members_.insert({prefix, second, content});
     first->prefix = prefix;
     members_.find(second)->link = prefix;
-    members_.insert({prefix, second, content});
   }
 
   // The same behind another member, should that be one. The prefix must be none.
@@ -52,9 +58,9 @@ class ContentChains {
     Member* const at = size() == 0 ? nullptr : members_.find(before);
     if (at == nullptr) return add(content, prefix, crowded);
     const uint64_t next = at->next;
-    at->next = prefix;
-    if (next != 0) members_.find(next)->link = prefix;
     members_.insert({prefix, next, before});
+    members_.find(before)->next = prefix;
+    if (next != 0) members_.find(next)->link = prefix;
   }
 
   void remove(uint64_t prefix) {

@@ -249,11 +249,19 @@ inline bool FuzzyContext::rouse() {
   return !is_draining_;
 }
 
-// Puts some kPut of the backlog in the tables, roughly in the order of table A.
+// Puts some kPut of the backlog in the tables, roughly in the order of table A. Should there be no more
+// memory, all of it stays in the backlog too.
 inline void FuzzyContext::drain() {
   backlog_.take(kPut, taken_);
-  if (doomed() != 0) std::erase_if(taken_, [this](const Record& record) { return is_doomed(record.prefix); });
-  put(taken_);
+  const size_t taken = taken_.size();
+  try {
+    if (doomed() != 0)
+      std::erase_if(taken_, [this](const Record& record) { return is_doomed(record.prefix); });
+    put(taken_);
+  } catch (...) {
+    backlog_.put_back(taken);
+    throw;
+  }
 }
 
 // What a block needs is fetched from memory, step by step, some blocks ahead.

@@ -177,6 +177,7 @@ class NearTable {
     return false;
   }
   std::optional<RecordPlace> find(uint64_t simhash, uint64_t content) const;
+  // Throws std::bad_alloc, and then nothing has changed.
   void insert(const Record& record) { insert(record, spot_of(record.simhash)); }
   void insert(const Record& record, const Spot& spot);
   void erase(RecordPlace place);
@@ -194,7 +195,7 @@ class NearTable {
   // Splits up to so many buckets at the frontier, in each of the tables: each in one go, however much lies
   // there. What they need is fetched from memory some buckets ahead. Fewer at the end of a doubling, and
   // where words are to be made anew, which is done in their stead: whoever wants more calls again. Not with
-  // kBitsMax bits.
+  // kBitsMax bits. Throws std::bad_alloc, and then some of them are split.
   void split(size_t buckets);
 
   // See NearSearch (near_search.hpp), which this is all of.
@@ -213,6 +214,9 @@ class NearTable {
 
  private:
   friend class NearSearch;
+  // One that names records, and one of either table for the words, twice where they are collected.
+  static constexpr size_t kWordNodesPerInsertion = 5;
+
   // Of the buckets, by their leading bits, of which one is collected at a time: the more, the more time it
   // takes and the less memory.
   uint32_t pieces() const { return bits_ < 14 ? 16 : 32; }
@@ -304,6 +308,7 @@ class NearTable {
 
   [[gnu::always_inline]] void prefetch_split(size_t bucket, unsigned step) const;
   void split_run(size_t buckets);
+  void reserve_split();
   void split_one();
   void split_words(unsigned table);
   void split_records();
@@ -374,6 +379,8 @@ inline std::optional<RecordPlace> NearTable::find(uint64_t simhash, uint64_t con
 }
 
 inline void NearTable::insert(const Record& record, const Spot& spot) {
+  records_.reserve(1);
+  words_.reserve(kWordNodesPerInsertion);  // from here on nothing fails
   append(*spot.bucket, record);
   for (size_t i = 0; i < 2; ++i) add_word(*spot.heads[i], spot.words[i]);
   ++size_;
@@ -542,7 +549,25 @@ inline void NearTable::prefetch_split(size_t bucket, unsigned step) const {
   }
 }
 
+// All that the next bucket's split takes: it fails here, or not at all.
+inline void NearTable::reserve_split() {
+  const size_t nodes = levels_[0].buckets()[frontier_].size / 8 + 2;
+  records_.reserve(nodes);
+  size_t word_nodes = nodes / WordNode::kWords + 2;
+  for (unsigned table = 1; table < 3 && !makes_words(); ++table) {
+    const WordHead& whole = levels_[0].words(table)[frontier_];
+    size_t words = whole.count;
+    for (uint32_t number = whole.next_number; number != 0; number = words_.at(number).next_number)
+      words += WordNode::kWords;
+    word_nodes += words / WordNode::kWords;
+    for (std::vector<uint32_t>* of_split : {&taken_words_, &sorted_words_[0], &sorted_words_[1]})
+      of_split->reserve(words);
+  }
+  words_.reserve(word_nodes);
+}
+
 inline void NearTable::split_one() {
+  reserve_split();
   for (unsigned table = 1; table < 3; ++table) {
     if (!makes_words()) {
       split_words(table);

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <new>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -38,20 +39,33 @@ class NodePool {
   const PartOf<0>& at(uint32_t number) const { return part<0>(number); }
 
   // Node 0 is there to be looked at, all zero.
-  NodePool() { add_chunk(); }
+  NodePool() {
+    add_chunk();
+    --room_;
+  }
 
   // A node with whatever it held when it was given back. Throws std::bad_alloc, and then nothing has changed.
   uint32_t take() {
-    if (!free_.empty()) {
-      const uint32_t number = free_.back();
-      free_.pop_back();
-      return number;
-    }
-    if (next_ >> kChunkBits == chunks_.size()) add_chunk();
-    return next_++;
+    reserve(1);
+    --room_;
+    if (free_.empty()) return next_++;
+    const uint32_t number = free_.back();
+    free_.pop_back();
+    return number;
   }
 
-  void give(uint32_t number) { free_.push_back(number); }
+  // From now on so many can be taken, whatever memory there is then. Throws std::bad_alloc.
+  void reserve(size_t nodes) {
+    while (__builtin_expect(room_ < nodes, 0)) add_chunk();
+  }
+
+  void give(uint32_t number) noexcept {
+    try {
+      free_.push_back(number);
+      ++room_;
+    } catch (const std::bad_alloc&) {  // nobody has it any more
+    }
+  }
 
   size_t bytes() const {
     return chunks_.size() * kChunk * (sizeof(Parts) + ...) + free_.capacity() * sizeof(uint32_t);
@@ -70,7 +84,7 @@ class NodePool {
   static_assert(((kChunk * sizeof(Parts) % Pages::kPageBytes == 0) && ...));
   using Chunk = std::array<Pages, sizeof...(Parts)>;
 
-  void add_chunk() {
+  [[gnu::noinline, gnu::cold]] void add_chunk() {
     constexpr size_t kPages[] = {kChunk * sizeof(Parts) / Pages::kPageBytes...};
     Chunk chunk;
     for (size_t i = 0; i < chunk.size(); ++i) {
@@ -80,11 +94,13 @@ class NodePool {
         chunk[i].renew(kPages[i]);
     }
     chunks_.push_back(std::move(chunk));
+    room_ += kChunk;
   }
 
   std::vector<Chunk> chunks_;
   std::vector<uint32_t> free_;
   uint32_t next_ = 1;
+  size_t room_ = 0;  // nodes that can be taken without another chunk
 };
 
 }  // namespace kvindexer

@@ -35,6 +35,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <type_traits>
 #include <vector>
 
@@ -291,10 +292,14 @@ class SegmentedTable {
     lay_out(segment, lifted_.data(), lifted_.size(), segment.memory.pages() + 1);
   }
 
-  void shrink(uint32_t index) {
+  // Where there is no memory for a smaller layout, the segment stays as it is.
+  void shrink(uint32_t index) noexcept {
     Segment& segment = segments_[index];
-    lift(segment);
-    lay_out(segment, lifted_.data(), lifted_.size(), pages_for(segment.size));
+    try {
+      lift(segment);
+      lay_out(segment, lifted_.data(), lifted_.size(), pages_for(segment.size));
+    } catch (const std::bad_alloc&) {
+    }
   }
 
   void split(uint32_t index) {

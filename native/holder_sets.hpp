@@ -15,7 +15,9 @@
 #include <cassert>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "segmented_table.hpp"
@@ -207,25 +209,21 @@ class HolderSets {
       const Set& set = sets_[at->id];
       if (set.context == context && set.first_word == first_word && set.words == scratch_) return at->id;
     }
-    SetId id;
-    if (free_.empty()) {
-      id = sets_.add();
-    } else {
-      id = free_.back();
-      free_.pop_back();
-    }
+    if (free_.empty()) free_.push_back(sets_.add());
+    const SetId id = free_.back();  // until there is memory for all of it
     Set& set = sets_[id];
     set.words.assign(scratch_.begin(), scratch_.end());
     set.hash = hash;
     set.first_word = first_word;
     set.context = context;
-    word_bytes_ += set.words.capacity() * 8;
     by_content_.insert(Content{hash, id});
+    word_bytes_ += set.words.capacity() * 8;
+    free_.pop_back();
     ++live_;
     return id;
   }
 
-  void free(SetId id) {
+  void free(SetId id) noexcept {
     Set& set = sets_[id];
     Content* at = by_content_.find(set.hash);
     while (at->id != id) at = by_content_.next_equal(at);
@@ -233,8 +231,11 @@ class HolderSets {
     word_bytes_ -= set.words.capacity() * 8;
     set.words = {};
     ++set.generation;
-    free_.push_back(id);
     --live_;
+    try {
+      free_.push_back(id);
+    } catch (const std::bad_alloc&) {  // nobody has this number any more
+    }
   }
 
   // By number. Never moves what it holds, so it grows without a pause; a deque does that too, but divides by
@@ -264,6 +265,29 @@ class HolderSets {
   std::vector<uint64_t> scratch_;
   size_t live_ = 0;
   size_t word_bytes_ = 0;
+};
+
+// References that go back to where they came from, but for those that an entry takes over.
+class SetReferences {
+ public:
+  SetReferences(HolderSets& sets, SetId id, uint32_t count = 1) : sets_(&sets), id_(id), count_(count) {
+    sets.retain(id, count);
+  }
+  SetReferences(SetReferences&& other) noexcept
+      : sets_(other.sets_), id_(other.id_), count_(std::exchange(other.count_, 0)) {}
+  ~SetReferences() { sets_->release(id_, count_); }
+
+  SetId id() const { return id_; }
+  // So many are in the entries now.
+  SetId take(uint32_t count = 1) {
+    count_ -= count;
+    return id_;
+  }
+
+ private:
+  HolderSets* sets_;
+  SetId id_;
+  uint32_t count_;
 };
 
 // Entries that take the same step, one after the other: from one set of holders to another and from one set

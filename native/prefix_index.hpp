@@ -385,7 +385,8 @@ class PrefixIndex {
   void prefetch_removal(const Removal& removal, std::span<const uint64_t> engine_hashes) const;
 
   // prefix_index_names.cpp: records
-  BlockId add_record(Context& context, uint64_t prefix, BlockId parent, SetId holders, Tick last_seen);
+  BlockId add_record(Context& context, uint64_t prefix, BlockId parent, SetReferences holders,
+                     Tick last_seen);
   BlockId find(Context& context, uint64_t prefix);
   BlockId find_live(Context& context, uint64_t prefix, Tick now);
   // Where the record before is probably that of the prefix before, but need not be.
@@ -409,6 +410,7 @@ class PrefixIndex {
   void list_behind(Context& context, BlockId id);
   void free_record(Context& context, BlockId id);
   void hold(Context& context, uint32_t slot, BlockId& id, uint64_t prefix, BlockId parent, Tick now);
+  void unhold(Context& context, uint32_t slot, BlockId id);
   void unname(BlockId id);
   void discard(Context& context, BlockId id);
   void replace(SetId& set, SetId by);
@@ -458,7 +460,7 @@ class PrefixIndex {
                       size_t& fetched) const;
   Naming find_own_name(Context& context, uint32_t slot, uint64_t key, BlockId id, Tick now);
   void drop_other(OtherNameId id);
-  void add_name(BlockId id, uint64_t key, SetId owners);
+  void add_name(BlockId id, uint64_t key, SetReferences owners);
   void set_owners(const Naming& name, SetId owners);
   void own(Context& context, uint32_t slot, const Naming& name, BlockId id, uint64_t key);
   void disown(Context& context, uint32_t slot, const Naming& name, BlockId id, Tick now);

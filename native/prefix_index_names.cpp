@@ -38,14 +38,14 @@ std::optional<PrefixIndex::Named> PrefixIndex::resolve(uint32_t source, uint64_t
 
 // -- records
 
-// A new record; takes over the caller's reference to `holders`. May evict others.
-BlockId PrefixIndex::add_record(Context& context, uint64_t prefix, BlockId parent, SetId holders,
+// A new record, which takes over the reference to its holders. May evict others.
+BlockId PrefixIndex::add_record(Context& context, uint64_t prefix, BlockId parent, SetReferences holders,
                                 Tick last_seen) {
   if (is_full(context)) make_room(context);
   const BlockId id = pool_.add();
   BlockRecord& record = pool_[id];
   record.prefix = prefix;
-  record.holders = holders;
+  record.holders = holders.id();
   record.last_seen = last_seen;
   record.follows = may_follow(parent, id);
   try {
@@ -54,6 +54,7 @@ BlockId PrefixIndex::add_record(Context& context, uint64_t prefix, BlockId paren
     pool_.free(id);
     throw;
   }
+  holders.take();
   ++context.records;
   return id;
 }
@@ -118,9 +119,8 @@ void PrefixIndex::free_record(Context& context, BlockId id) {
 void PrefixIndex::hold(Context& context, uint32_t slot, BlockId& id, uint64_t prefix, BlockId parent,
                        Tick now) {
   if (id == kNoBlock) {
-    const SetId alone = sets_.with(kEmptySet, context.id, slot);
-    sets_.retain(alone);
-    id = add_record(context, prefix, parent, alone, now);
+    SetReferences alone(sets_, sets_.with(kEmptySet, context.id, slot));
+    id = add_record(context, prefix, parent, std::move(alone), now);
   } else {
     SetId holders = pool_[id].holders;
     replace(holders, sets_.with(holders, context.id, slot));
@@ -128,6 +128,15 @@ void PrefixIndex::hold(Context& context, uint32_t slot, BlockId& id, uint64_t pr
   }
   ++context.slots[slot].blocks;
   context.slots[slot].digest += mix64(prefix);
+}
+
+// Behind `hold` of a prefix that was new: as if it had not been.
+void PrefixIndex::unhold(Context& context, uint32_t slot, BlockId id) {
+  const uint64_t prefix = pool_[id].prefix;
+  --context.slots[slot].blocks;
+  context.slots[slot].digest -= mix64(prefix);
+  sets_.release(pool_[id].holders);
+  free_record(context, id);
 }
 
 // Takes away the name that lies in a record.
@@ -210,8 +219,8 @@ void PrefixIndex::drop_other(OtherNameId id) {
   sets_.release(owners);
 }
 
-// A new name of the record's prefix; takes over the caller's reference to `owners`.
-void PrefixIndex::add_name(BlockId id, uint64_t key, SetId owners) {
+// A new name of the record's prefix, which takes over the reference to its owners.
+void PrefixIndex::add_name(BlockId id, uint64_t key, SetReferences owners) {
   bool has_namesake = other_names_.mark_namesakes(key);
   names_.each(key, [&](BlockId namesake) {
     pool_[namesake].has_namesake = has_namesake = true;
@@ -219,12 +228,13 @@ void PrefixIndex::add_name(BlockId id, uint64_t key, SetId owners) {
   });
   BlockRecord& record = pool_[id];
   if (record.owners != kEmptySet) {
-    other_names_.insert(key, id, record.prefix, owners, has_namesake);
+    other_names_.insert(key, id, record.prefix, owners.id(), has_namesake);
+    owners.take();
     return;
   }
   names_.insert(key, id);
   record.name = key;
-  record.owners = owners;
+  record.owners = owners.take();
   record.has_namesake = has_namesake;
 }
 
@@ -237,14 +247,11 @@ void PrefixIndex::set_owners(const Naming& name, SetId owners) {
 
 // Adds the slot to the owners of the name, or of a new one when there is none.
 void PrefixIndex::own(Context& context, uint32_t slot, const Naming& name, BlockId id, uint64_t key) {
-  SetId owners = name ? owners_of(name) : kEmptySet;
-  const SetId more = sets_.with(owners, context.id, slot);
-  if (name) {
-    replace(owners, more);
-    return set_owners(name, owners);
-  }
-  sets_.retain(more);
-  add_name(id, key, more);
+  const SetId owners = name ? owners_of(name) : kEmptySet;
+  SetReferences more(sets_, sets_.with(owners, context.id, slot));
+  if (!name) return add_name(id, key, std::move(more));
+  set_owners(name, more.take());
+  sets_.release(owners);
 }
 
 // The slot loses a name with all its copies and, when that was its last one for the prefix, the prefix, whose

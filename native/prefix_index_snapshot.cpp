@@ -466,8 +466,7 @@ BlockId PrefixIndex::import_name(uint64_t key, uint64_t prefix, Tick last_seen, 
   Context& context = *set.context;
   BlockId id = find_near(context, before, prefix);
   if (id == kNoBlock) {
-    sets_.retain(set.id);
-    id = add_record(context, prefix, follows ? before : kNoBlock, set.id, last_seen);
+    id = add_record(context, prefix, follows ? before : kNoBlock, SetReferences(sets_, set.id), last_seen);
     ++set.blocks;
     set.digest += mix64(prefix);
   } else {
@@ -482,8 +481,7 @@ BlockId PrefixIndex::import_name(uint64_t key, uint64_t prefix, Tick last_seen, 
     });
     pool_[id].last_seen = std::max<Tick>(pool_[id].last_seen, last_seen);
   }
-  sets_.retain(set.id);
-  add_name(id, key, set.id);
+  add_name(id, key, SetReferences(sets_, set.id));
   return id;
 }
 

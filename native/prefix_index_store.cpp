@@ -260,8 +260,7 @@ void PrefixIndex::store_known(const Storing& by, Frame& frame) {
 // seed of its own: this one's lie among the other names, or are new there.
 void PrefixIndex::store_renamed(const Storing& by, Frame& frame) {
   Context& context = by.context;
-  const SetId alone = sets_.with(kEmptySet, context.id, *frame.slot);
-  sets_.retain(alone);
+  const SetReferences alone(sets_, sets_.with(kEmptySet, context.id, *frame.slot));
   for (size_t fetched = frame.next; frame.next < frame.engine_hashes.size(); ++frame.next) {
     const size_t block = frame.next;
     const uint64_t prefix = prefix_at(frame, block);
@@ -279,19 +278,18 @@ void PrefixIndex::store_renamed(const Storing& by, Frame& frame) {
       if (by.count_copies && !frame.restating) break;
     } else {
       touch(key);
-      BlockId same = id;
-      hold(context, *frame.slot, same, prefix, kNoBlock, by.now);
-      if (other != kNoOtherName) {
+      if (other != kNoOtherName) {  // the name first: see store_name
         own(context, *frame.slot, Naming{kNoBlock, other}, id, key);
       } else {
-        sets_.retain(alone);
-        other_names_.insert(key, id, prefix, alone, false);
+        other_names_.insert(key, id, prefix, alone.id(), false);
+        sets_.retain(alone.id());
       }
+      BlockId same = id;
+      hold(context, *frame.slot, same, prefix, kNoBlock, by.now);
       frame.restating = false;
     }
     see(by, frame, block, id, record);
   }
-  sets_.release(alone);
 }
 
 // The next blocks whose prefixes and names are new. What their insertion needs of the tables is fetched while
@@ -310,9 +308,8 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
   const size_t end = frame.engine_hashes.size();
   // What stands behind this block then stands behind a new one, and follows nothing.
   if (context.behind(sets_, frame.before, prefix_at(frame, begin)) != kNoBlock) return;
-  const SetId alone = sets_.with(kEmptySet, context.id, *frame.slot);
-  const auto references = static_cast<uint32_t>(2 * (end - begin));
-  sets_.retain(alone, references);
+  SetReferences alone(sets_, sets_.with(kEmptySet, context.id, *frame.slot),
+                      static_cast<uint32_t>(2 * (end - begin)));
   for (size_t fetched = begin; frame.next < end; ++frame.next) {
     const size_t block = frame.next;
     if (block == begin || fetched < std::min(end, block + kAhead)) {
@@ -346,9 +343,9 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
     BlockRecord& record = pool_[id];
     record = {.prefix = prefix,
               .name = at.key,
-              .holders = alone,
+              .holders = alone.id(),
               .is_listed = is_listed,
-              .owners = alone,
+              .owners = alone.id(),
               .follows = follows,
               .last_seen = by.now,
               .is_plain = false,
@@ -359,9 +356,9 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
     } catch (...) {
       if (is_listed) context.listed.erase(at.prefix, id);
       pool_.free(id);
-      sets_.release(alone, references - static_cast<uint32_t>(2 * (frame.next - begin)));
       throw;
     }
+    alone.take(2);
     ++context.records;
     touch(at.key);
     ++slot.blocks;
@@ -369,7 +366,6 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
     frame.restating = false;
     see(by, frame, block, id, record);
   }
-  sets_.release(alone, references - static_cast<uint32_t>(2 * (frame.next - begin)));
 }
 
 // The block that comes next in a frame (`next` is past it already), whatever there is of it.
@@ -413,11 +409,22 @@ bool PrefixIndex::store_name(const Storing& by, uint32_t slot, uint64_t key, uin
     return true;
   }
   if (owned) copies_.set(key, context.id, slot, 0);  // the name outlived its prefix: counted anew
+  if (id == kNoBlock) {
+    hold(context, slot, id, prefix, parent, by.now);
+    try {
+      own(context, slot, name, id, key);
+    } catch (...) {  // no more memory: what is held without a name, nobody could take away
+      unhold(context, slot, id);
+      throw;
+    }
+    return false;
+  }
+  // The name first, for the same reason. A name of what is not held means nothing.
+  if (!owned) own(context, slot, name, id, key);
   if (held)
     aliases_.set(prefix, context.id, slot, aliases_.get(prefix, context.id, slot) + 1);
   else
     hold(context, slot, id, prefix, parent, by.now);
-  if (!owned) own(context, slot, name, id, key);
   return false;
 }
 

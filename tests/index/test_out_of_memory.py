@@ -52,6 +52,54 @@ assert index.blocks_by_tier(source)[0] == blocks, index.blocks_by_tier(source)
 """
 
 
+NAMED = """
+import random, resource, signal, sys
+from pathlib import Path
+from app.index.prefix_index import IndexLimits, PrefixIndex
+
+signal.alarm(60)
+room, blocks, engines = (int(argument) for argument in sys.argv[1:])
+chance = random.Random(room)
+index = PrefixIndex(IndexLimits(ttl_ticks=0))
+context = index.context("model", None, 1, 0)
+sources = [index.add_source() for _ in range(engines)]
+told = []
+
+def store(source, token_ids):
+    told.append((source, chance.randbytes(8 * blocks)))
+    index.store(
+        source, context, tier=0, group=0, engine_hashes=told[-1][1], parent=None, token_ids=token_ids,
+        extra_keys=None, now=0,
+    )
+
+def bound(most):
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+
+for _ in range(6_000 // blocks):
+    store(sources[0], chance.randbytes(4 * blocks))
+failures = 0
+for _ in range(60):
+    spare = bytes(1_000_000)  # for what it takes to say that there is memory again
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    try:
+        bound(taken + room)
+        while True:
+            token_ids = chance.randbytes(4 * blocks)
+            for source in sources:
+                store(source, token_ids)
+    except MemoryError:
+        del spare
+        bound(resource.RLIM_INFINITY)
+        failures += 1
+for source, engine_hashes in told:
+    index.remove(source, tier=0, group=0, engine_hashes=engine_hashes, now=0)
+stats = index.stats()
+assert failures == 60
+assert (stats.prefixes, stats.engine_keys, stats.holder_sets) == (0, 0, 0), stats
+assert not any(index.blocks_by_tier(source)[0] for source in sources)
+"""
+
+
 @pytest.mark.skipif("TEST_CORE" in os.environ, reason="sanitizers need all of the address space")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("blocks", [1, 256])
@@ -59,6 +107,25 @@ assert index.blocks_by_tier(source)[0] == blocks, index.blocks_by_tier(source)
 def test_store_without_memory(room: int, blocks: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", STORY, str(room), str(blocks)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif("TEST_CORE" in os.environ, reason="sanitizers need all of the address space")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("engines", [1, 3])
+@pytest.mark.parametrize("blocks", [1, 16])
+@pytest.mark.parametrize("room", [0, 65_536, 300_000])
+def test_what_was_stored_without_memory_can_be_taken_away_by_its_names(
+    room: int, blocks: int, engines: int
+) -> None:
+    """Each engine has names of its own for the same blocks. Nothing is held without a name; no set of holders stays."""
+    done = subprocess.run(
+        [sys.executable, "-c", NAMED, str(room), str(blocks), str(engines)],
         capture_output=True,
         text=True,
         check=False,

@@ -253,6 +253,11 @@ def test_many_claims_come_back_in_any_slices() -> None:
         for info in fresh.index.contexts():
             assert len(fresh.index.holdings(info.id, uint64s(*prefixes), 0)) == 20_000
         assert fresh.index.stats().bytes < 1.3 * bench.index.stats().bytes
+        again = restored(fresh, export(fresh.index, slice_, lambda: None), slice_)
+        assert again.index.stats().claims == 40_000, "and once more"
+        again.index.clear_owner(again.owners["a"])
+        again.sweep_all()
+        assert again.index.stats().claims == 20_000
 
 
 def test_where_nobody_could_ask_nobody_claims() -> None:

@@ -218,8 +218,7 @@ class SequenceTracker:
         elif self._phase is _Phase.LIVE:
             self._absent_rounds = 0
             self._probe_at_s = now + self._limits.probe_interval_s
-        else:
-            self._unverified = False
+        else:  # its first reply has shown whose batches these are
             self._end_round(replay, now, ended=True)
         return self._take()
 

@@ -74,9 +74,9 @@ class RedisLog:
         return self._writer
 
     async def close(self) -> None:
-        with contextlib.suppress(*REDIS_FAULTS):
-            await self._writer.aclose()
-            await self._reader.aclose()
+        for client in (self._writer, self._reader):
+            with contextlib.suppress(*REDIS_FAULTS):
+                await client.aclose()
 
     async def warn_of_evictions(self) -> None:
         """One line in the log where Redis may evict what is here, and none again while that stays so, nor where it may

@@ -126,8 +126,12 @@ def test_who_may_not_ask_is_not_told(redis_server: RedisServer, caplog: pytest.L
     assert warnings(caplog) == []
 
 
-def test_every_node_of_a_cluster_is_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cluster = Cluster(tmp_path)
+@pytest.mark.parametrize("count", [1, 3])
+def test_every_node_of_a_cluster_is_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int
+) -> None:
+    """One of a single node is what services that are rented begin with."""
+    cluster = Cluster(tmp_path, count)
     try:
         with cluster.nodes[-1].client() as client:
             client.config_set("maxmemory", "100mb")
@@ -137,3 +141,12 @@ def test_every_node_of_a_cluster_is_asked(tmp_path: Path, caplog: pytest.LogCapt
         cluster.stop()
     (line,) = warnings(caplog)
     assert "its maxmemory-policy is allkeys-lru" in line
+
+
+def test_a_redis_that_is_away_is_told_by_whoever_reads_it(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node of a cluster that is away holds other partitions than those that are read on."""
+    redis_server.stop()
+    connect(redis_server.url)
+    assert warnings(caplog) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import InvalidSettings
+from app.errors import InvalidSettings, LogAway
 from app.replication.redis_log import RedisLog
 from tests.replication.redis_server import RedisServer
 from tests.replication.variants import Cluster
@@ -150,3 +150,21 @@ def test_a_redis_that_is_away_is_told_by_whoever_reads_it(
     redis_server.stop()
     connect(redis_server.url)
     assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the handler is closed"), AttributeError("writelines")])
+def test_a_connection_that_was_closed_by_another_command_is_a_log_that_is_away(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A cluster's client lets them through when a node goes; whoever reads must go on, and tries again."""
+
+    async def fail(*_: object, **__: object) -> None:
+        raise error
+
+    async def play() -> None:
+        log = RedisLog("redis://127.0.0.1:9/0", cluster=False, namespace="test", timeout_s=1.0)
+        monkeypatch.setattr(log.commands, "execute_command", fail)
+        with pytest.raises(LogAway, match=str(error)):
+            await log.terms()
+
+    asyncio.run(play())

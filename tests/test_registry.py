@@ -12,9 +12,9 @@ from app.registry import Registry
 from app.service import index_limits
 
 
-def empty() -> Registry:
+def empty(live: LiveFeed | None = None) -> Registry:
     settings = Settings()
-    live = LiveFeed(subscribers_max=1, queue_events_max=1)
+    live = live or LiveFeed(subscribers_max=1, queue_events_max=1)
     return Registry(settings, PrefixIndex(index_limits(settings)), live, lambda: 1.0)
 
 
@@ -40,3 +40,26 @@ def test_a_source_that_was_never_live_is_not_said_to_have_been(caplog: pytest.Lo
     changes = [(vars(line)["from"], vars(line)["to"]) for line in caplog.records]
     assert changes == [("new", "down"), ("live", "down")], "what is fine is no warning"
     assert "is down (was new): connecting" in caplog.text
+
+
+def test_a_source_that_posted_was_live_before_its_silence(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing was ever told of its stream, which it has not."""
+    registry = empty()
+    registry.register(PodSpec("a", "m"))
+    source = registry.source("a", 0)
+    registry.hear(source)
+    registry.set_stream(source, SourceState.DOWN, "silent")
+    assert [vars(line)["from"] for line in caplog.records] == ["live"]
+
+
+def test_the_live_feed_is_told_the_same_as_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = LiveFeed(subscribers_max=1, queue_events_max=1)
+    told: list[str] = []
+    monkeypatch.setattr(live, "tell", lambda _kind, **fields: told.append(fields["state_before"]))
+    registry = empty(live)
+    registry.register(PodSpec("a", "m", zmq_endpoint="tcp://127.0.0.1:5557"))
+    live.subscribe()
+    source = registry.source("a", 0)
+    registry.set_stream(source, SourceState.DOWN, "connecting")
+    registry.set_stream(source, SourceState.LIVE, "the stream is whole")
+    assert told == ["new", "down"]

@@ -376,6 +376,18 @@ def test_without_stamps_a_seen_number_stays_a_duplicate(bench: Bench) -> None:
     assert bench.state() is SourceState.DEGRADED
 
 
+def test_a_batch_without_a_number_is_of_no_run(bench: Bench) -> None:
+    """What is posted beside the numbered ones is not among those that a number can come again of."""
+    for seq in (5, 6):
+        bench.post(stored(0), seq=seq, ts=100.0 + seq)
+    bench.post(stored(0), ts=500.0)
+    bench.post(stored(0))
+    bench.post(stored(0), seq=5, ts=105.0)
+    assert bench.state() is SourceState.LIVE
+    bench.post(stored(0), seq=5, ts=200.0)
+    assert bench.state() is SourceState.DEGRADED
+
+
 def test_stamps_are_of_one_run_only(bench: Bench) -> None:
     bench.post(stored(0), seq=5, ts=500.0)
     bench.service.reset_source("a", 0, restarted=True)

@@ -79,19 +79,20 @@ class RedisLog:
                 await client.aclose()
 
     async def warn_of_evictions(self) -> None:
-        """One line in the log where Redis may evict what is here, and none again while that stays so, nor where it may
-        not be asked."""
+        """One line in the log where Redis may evict what is here, and none again while that stays so, nor where none of
+        it can be asked or may be: nothing that is read or written here waits for a warning to be right."""
         try:
             async with _away_is_told():
                 if isinstance(self._writer, RedisCluster):
-                    nodes = await self._writer.info("memory", target_nodes=RedisCluster.PRIMARIES)
+                    # One by one: the answer of several is a dict of them, that of a single one is not.
+                    cluster = await self._writer.initialize()
+                    nodes = cluster.get_primaries()
+                    answers = [await cluster.info("memory", target_nodes=node) for node in nodes]
                 else:
-                    nodes = {"": await self._writer.info("memory")}
-        except LogAway as error:
-            if isinstance(error.__cause__, ResponseError):
-                return
-            raise
-        found = {policy for memory in nodes.values() if (policy := _evicting(memory))}
+                    answers = [await self._writer.info("memory")]
+        except LogAway:
+            return
+        found = {policy for memory in answers if (policy := _evicting(memory))}
         before, self._evicts = self._evicts, ", ".join(sorted(found))
         if found and self._evicts != before:
             logger.warning(

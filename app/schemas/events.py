@@ -102,7 +102,7 @@ class EventsFields(Body):
         None,
         ge=0,
         le=HASH_MAX,
-        description="Sequence number: a batch seen before changes nothing, a gap is seen.",
+        description="Sequence number: a batch seen before is left out, a gap is seen.",
     )
     ts: float | None = Field(
         None,
@@ -163,4 +163,4 @@ class EventsResponse(Body):
     orphans: int = Field(description="Blocks that wait for a parent not seen yet.")
     ignored: int = Field(description="Events that say nothing about reusable prefixes.")
     rejected: list[RejectedEventRow]
-    duplicate: bool = Field(description="The sequence number was seen before; nothing changed.")
+    duplicate: bool = Field(description="The sequence number was seen before: nothing was stored or removed.")

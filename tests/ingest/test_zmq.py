@@ -28,7 +28,6 @@ from app.events import AllBlocksCleared, EventBatch
 from app.hashing import digest
 from app.ingest.actions import Action, Deliver, Reset
 from app.ingest.feed import Feed, QueueLimits, Stream
-from app.ingest.handshakes import Attempts
 from app.ingest.receiver import Receiver
 from app.ingest.sequence import SequenceLimits
 from app.ingest.sockets import SocketLimits, Sockets
@@ -743,37 +742,6 @@ def test_an_address_that_does_not_answer_is_told_once(publishers: Callable[..., 
             assert len([cause for cause in at.ledger.entry().causes if cause.startswith(said)]) == 1
 
     asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("events", "said"),
-    [
-        ([(zmq.EVENT_CONNECT_DELAYED, 0.0), (zmq.EVENT_CONNECT_RETRIED, 0.1)], "refuses connections"),
-        (
-            [(zmq.EVENT_CONNECT_DELAYED, 0.0), (zmq.EVENT_CONNECT_RETRIED, 127.0)],
-            "no answer",
-        ),  # by the kernel
-        ([(zmq.EVENT_CONNECT_RETRIED, 0.0), (zmq.EVENT_CONNECT_RETRIED, 0.1)], "no address"),
-        # A connection that ended, and is tried again.
-        (
-            [
-                (zmq.EVENT_CONNECT_DELAYED, 0.0),
-                (zmq.EVENT_CONNECTED, 0.1),
-                (zmq.EVENT_DISCONNECTED, 9.0),
-                (zmq.EVENT_CONNECT_RETRIED, 9.0),
-            ],
-            "",
-        ),
-    ],
-    ids=["refused", "given up by the kernel", "no address", "ended"],
-)
-def test_what_an_attempt_came_to(events: list[tuple[int, float]], said: str) -> None:
-    attempts = Attempts("tcp://engine:5557", 3.0)
-    told = [attempts.on_event(kind, now) for kind, now in events]
-    assert told[-1].startswith(said) if said.startswith("no") else said in told[-1]
-    assert bool(told[-1]) == bool(said)
-    assert not any(told[:-1])
-    assert not attempts.trouble(1_000.0), "nothing is under way"
 
 
 def test_an_engine_behind_something_that_was_none_is_followed(publishers: Callable[..., Publisher]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import InvalidSettings
+from app.errors import InvalidSettings, LogAway
 from app.replication.redis_log import RedisLog
 from tests.replication.redis_server import RedisServer
 from tests.replication.variants import Cluster
@@ -126,8 +126,12 @@ def test_who_may_not_ask_is_not_told(redis_server: RedisServer, caplog: pytest.L
     assert warnings(caplog) == []
 
 
-def test_every_node_of_a_cluster_is_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cluster = Cluster(tmp_path)
+@pytest.mark.parametrize("count", [1, 3])
+def test_every_node_of_a_cluster_is_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int
+) -> None:
+    """One of a single node is what services that are rented begin with."""
+    cluster = Cluster(tmp_path, count)
     try:
         with cluster.nodes[-1].client() as client:
             client.config_set("maxmemory", "100mb")
@@ -137,3 +141,30 @@ def test_every_node_of_a_cluster_is_asked(tmp_path: Path, caplog: pytest.LogCapt
         cluster.stop()
     (line,) = warnings(caplog)
     assert "its maxmemory-policy is allkeys-lru" in line
+
+
+def test_a_redis_that_is_away_is_told_by_whoever_reads_it(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node of a cluster that is away holds other partitions than those that are read on."""
+    redis_server.stop()
+    connect(redis_server.url)
+    assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the handler is closed"), AttributeError("writelines")])
+def test_a_connection_that_was_closed_by_another_command_is_a_log_that_is_away(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A cluster's client lets them through when a node goes; whoever reads must go on, and tries again."""
+
+    async def fail(*_: object, **__: object) -> None:
+        raise error
+
+    async def play() -> None:
+        log = RedisLog("redis://127.0.0.1:9/0", cluster=False, namespace="test", timeout_s=1.0)
+        monkeypatch.setattr(log.commands, "execute_command", fail)
+        with pytest.raises(LogAway, match=str(error)):
+            await log.terms()
+
+    asyncio.run(play())

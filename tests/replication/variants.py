@@ -72,12 +72,12 @@ class TlsServer(RedisServer):
 
 
 class Cluster:
-    """Three masters, no copies; each has a third of the slots."""
+    """Masters, no copies; each has its share of the slots."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, count: int = NODES) -> None:
         self.nodes: list[RedisServer] = []
         try:
-            for number in range(NODES):
+            for number in range(count):
                 place = folder / f"node-{number}"
                 place.mkdir()
                 options = (*cluster_options(), "--cluster-node-timeout", "2000")
@@ -95,7 +95,7 @@ class Cluster:
         first = self.nodes[0]
         for number, node in enumerate(self.nodes):
             with node.client() as client:
-                begin, end = SLOTS * number // NODES, SLOTS * (number + 1) // NODES
+                begin, end = SLOTS * number // len(self.nodes), SLOTS * (number + 1) // len(self.nodes)
                 client.execute_command("CLUSTER", "ADDSLOTSRANGE", str(begin), str(end - 1))
                 client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", str(number + 1))
                 if node is not first:
@@ -110,7 +110,7 @@ class Cluster:
     def _is_whole(self, node: RedisServer) -> bool:
         with node.client() as client:
             about = client.cluster("INFO")
-        return bool(about["cluster_state"] == "ok" and about["cluster_known_nodes"] == str(NODES))
+        return bool(about["cluster_state"] == "ok" and about["cluster_known_nodes"] == str(len(self.nodes)))
 
     def stop(self) -> None:
         for node in self.nodes:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -235,6 +235,28 @@ def _text(position: bytes | str) -> str:
     return position.decode() if isinstance(position, bytes) else position
 
 
+class _Cluster(RedisCluster):
+    """Where a node goes, redis-py closes for one command the connection that another one is being sent on. That is then
+    told in words that are none of Redis: uvloop's of a closed transport (RuntimeError), or that a writer is None
+    (AttributeError)."""
+
+    async def initialize(self, *args: Any, **kwargs: Any) -> RedisCluster:
+        with _closed_is_told():
+            return await super().initialize(*args, **kwargs)
+
+    async def execute_command(self, *args: Any, **kwargs: Any) -> Any:
+        with _closed_is_told():
+            return await super().execute_command(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _closed_is_told() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, AttributeError) as error:
+        raise ConnectionError(f"a connection was closed while it was in use: {error}") from error
+
+
 def _client(url: str, *, cluster: bool, timeout_s: float) -> Any:
     options: dict[str, Any] = {
         "socket_timeout": timeout_s,
@@ -247,7 +269,7 @@ def _client(url: str, *, cluster: bool, timeout_s: float) -> Any:
         raise InvalidSettings(f"KVINDEXER_REDIS_URL cannot be used: {_NO_PORT}")
     try:
         if cluster:
-            return RedisCluster.from_url(url, **options)
+            return _Cluster.from_url(url, **options)
         return Redis.from_url(url, retry=Retry(NoBackoff(), 0), **options)
     except (ValueError, RedisClusterException) as error:
         raise InvalidSettings(f"KVINDEXER_REDIS_URL cannot be used: {_plain(error, url)}") from None

@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from redis.asyncio.cluster import RedisCluster
 
 from app.errors import InvalidSettings, LogAway
 from app.replication.redis_log import RedisLog
@@ -153,7 +154,7 @@ def test_a_redis_that_is_away_is_told_by_whoever_reads_it(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("the handler is closed"), AttributeError("writelines")])
-def test_a_connection_that_was_closed_by_another_command_is_a_log_that_is_away(
+def test_a_connection_that_another_command_closed_is_a_log_that_is_away(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """A cluster's client lets them through when a node goes; whoever reads must go on, and tries again."""
@@ -162,9 +163,11 @@ def test_a_connection_that_was_closed_by_another_command_is_a_log_that_is_away(
         raise error
 
     async def play() -> None:
-        log = RedisLog("redis://127.0.0.1:9/0", cluster=False, namespace="test", timeout_s=1.0)
-        monkeypatch.setattr(log.commands, "execute_command", fail)
+        log = RedisLog("redis://127.0.0.1:9/0", cluster=True, namespace="test", timeout_s=1.0)
+        monkeypatch.setattr(RedisCluster, "execute_command", fail)
         with pytest.raises(LogAway, match=str(error)):
             await log.terms()
+        monkeypatch.setattr(RedisCluster, "initialize", fail)
+        await log.warn_of_evictions()
 
     asyncio.run(play())

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <new>
 #include <optional>
 #include <unordered_map>
 #include <vector>
@@ -139,29 +140,30 @@ struct Context {
     return found == source_at.end() ? nullptr : &sources[found->second];
   }
 
-  // The source must be new here.
+  // The source must be new here. Throws std::bad_alloc, and then it is.
   uint32_t add_source(uint32_t source) {
-    uint32_t local;
     if (free_sources.empty()) {
-      local = static_cast<uint32_t>(sources.size());
-      sources.emplace_back();
-    } else {
-      local = free_sources.back();
-      free_sources.pop_back();
+      free_sources.push_back(static_cast<uint32_t>(sources.size()));
+      make_or_undo(sources, free_sources);
     }
+    const uint32_t local = free_sources.back();  // until there is memory for all of it
+    source_at.emplace(source, local);
+    free_sources.pop_back();
     sources[local].source = source;
     sources[local].live = true;
     ++sources[local].mark_epoch;
-    source_at.emplace(source, local);
     return local;
   }
 
   // The source's slots must have been retired.
-  void drop_source(uint32_t source) {
-    const uint32_t local = source_at.at(source);
-    sources[local].live = false;
-    free_sources.push_back(local);
-    source_at.erase(source);
+  void drop_source(uint32_t source) noexcept {
+    const auto at = source_at.find(source);
+    sources[at->second].live = false;
+    try {
+      free_sources.push_back(at->second);
+    } catch (const std::bad_alloc&) {  // nobody has this number any more
+    }
+    source_at.erase(at);
   }
 
   std::optional<uint32_t> find_slot(const Place& place) const {
@@ -172,18 +174,17 @@ struct Context {
     return std::nullopt;
   }
 
+  // Throws std::bad_alloc, and then there is none.
   uint32_t add_slot(uint32_t local, const Place& place) {
-    uint32_t number;
     if (free_slots.empty()) {
-      number = static_cast<uint32_t>(slots.size());
-      slots.emplace_back();
-      if (dead.size() * 64 <= number) dead.push_back(0);
-    } else {
-      number = free_slots.back();
-      free_slots.pop_back();
+      if (dead.size() * 64 <= slots.size()) dead.push_back(0);
+      free_slots.push_back(static_cast<uint32_t>(slots.size()));
+      make_or_undo(slots, free_slots);
     }
+    const uint32_t number = free_slots.back();
+    sources[local].slots.push_back(number);  // from here on nothing fails
+    free_slots.pop_back();
     slots[number] = Slot{local, place.source, place.group, static_cast<uint8_t>(place.tier), true, 0, 0, 0};
-    sources[local].slots.push_back(number);
     return number;
   }
 
@@ -197,12 +198,24 @@ struct Context {
 
   // Frees the bits of the slots that were retired before `pass` began.
   void reclaim(uint64_t pass) {
+    free_slots.reserve(free_slots.size() + retired_slots.size());  // it fails here, or not at all
     std::erase_if(retired_slots, [&](uint32_t number) {
       if (slots[number].retired_in >= pass) return false;
       dead[number / 64] &= ~(uint64_t{1} << (number % 64));
       free_slots.push_back(number);
       return true;
     });
+  }
+
+  // One more, whose number is listed already, or neither.
+  template <class Each>
+  static void make_or_undo(std::vector<Each>& all, std::vector<uint32_t>& listed) {
+    try {
+      all.emplace_back();
+    } catch (...) {
+      listed.pop_back();
+      throw;
+    }
   }
 
   size_t unlisted() const { return records - listed.size(); }

@@ -682,8 +682,16 @@ inline void NearTable::fill(WordHead& head, std::span<const uint32_t> words) {
 inline void NearTable::collect(size_t buckets) {
   const size_t begin = collected_, end = begin + buckets;
   const size_t split = std::clamp<size_t>(frontier_, begin, end);  // before this one: halves
-  if (split != begin) collect_from({levels_[1].buckets() + 2 * begin, 2 * (split - begin)});
-  if (split != end) collect_from({levels_[0].buckets() + split, end - split});
+  try {
+    if (split != begin) collect_from({levels_[1].buckets() + 2 * begin, 2 * (split - begin)});
+    if (split != end) collect_from({levels_[0].buckets() + split, end - split});
+  } catch (...) {  // no more memory: what is collected twice would be there twice, so the piece begins anew
+    for (unsigned table = 1; table < 3; ++table)
+      for (size_t half = 2 * size_t{frontier_}; half < 2 * size_t{collected_end_}; ++half)
+        drop_words(levels_[1].words(table)[half]);
+    collected_ = 0;
+    throw;
+  }
   collected_ = static_cast<uint32_t>(end);
 }
 

@@ -18,6 +18,7 @@
 #include <array>
 #include <bit>
 #include <cstdint>
+#include <new>
 #include <type_traits>
 #include <vector>
 
@@ -54,7 +55,8 @@ class NumberedPool {
 
   void prefetch(RecordId id) const { __builtin_prefetch(&(*this)[id]); }
 
-  // All zero: the caller fills it in at once, so that it does not look free.
+  // All zero: the caller fills it in at once, so that it does not look free. Throws std::bad_alloc, and then
+  // there is none.
   RecordId add() {
     if (open_.empty()) open_chunk();
     const uint32_t number = open_.back();
@@ -69,16 +71,18 @@ class NumberedPool {
     return number * kChunk + place;
   }
 
-  void free(RecordId id) {
+  void free(RecordId id) noexcept {
     const uint32_t number = id / kChunk;
     Chunk& chunk = chunks_[number];
     bases_[number][id % kChunk] = Record{};
     chunk.free[id % kChunk / 64] |= uint64_t{1} << id % 64;
     --size_;
-    if (--chunk.live == 0 && open_.size() > 1) return close_chunk(number);
-    if (!chunk.is_open) {
-      chunk.is_open = true;
+    try {
+      if (--chunk.live == 0 && open_.size() > 1) return close_chunk(number);
+      if (chunk.is_open) return;
       open_.push_back(number);
+      chunk.is_open = true;
+    } catch (const std::bad_alloc&) {  // the chunk stays as it is, until another of its records is freed
     }
   }
 
@@ -144,33 +148,32 @@ class NumberedPool {
   static uint32_t capacity(uint32_t number) { return number == 0 ? kChunk - 1 : kChunk; }
 
   void open_chunk() {
-    uint32_t number;
     if (unmapped_.empty()) {
-      number = static_cast<uint32_t>(chunks_.size());
+      if (bases_.size() == chunks_.size()) bases_.push_back(nullptr);
+      unmapped_.reserve(1);
       chunks_.emplace_back();
-      bases_.push_back(nullptr);
-    } else {
-      number = unmapped_.back();
-      unmapped_.pop_back();
+      unmapped_.push_back(static_cast<uint32_t>(chunks_.size() - 1));
     }
+    const uint32_t number = unmapped_.back();  // until there is memory for all of it
     Chunk& chunk = chunks_[number];
     chunk.memory.renew(kChunkPages);
+    open_.push_back(number);
+    unmapped_.pop_back();
     bases_[number] = static_cast<Record*>(chunk.memory.base());
     chunk.free.fill(UINT64_MAX);
     if (number == 0) chunk.free[0] &= ~uint64_t{1};
     chunk.word = 0;
     chunk.is_open = true;
-    open_.push_back(number);
     ++mapped_;
   }
 
   void close_chunk(uint32_t number) {
+    unmapped_.push_back(number);
     Chunk& chunk = chunks_[number];
     if (chunk.is_open) std::erase(open_, number);
     chunk.is_open = false;
     chunk.memory.resize(0);
     bases_[number] = nullptr;
-    unmapped_.push_back(number);
     --mapped_;
   }
 

@@ -412,7 +412,6 @@ class PrefixIndex {
   void hold(Context& context, uint32_t slot, BlockId& id, uint64_t prefix, BlockId parent, Tick now);
   void unhold(Context& context, uint32_t slot, BlockId id);
   void unname(BlockId id);
-  void discard(Context& context, BlockId id);
   void replace(SetId& set, SetId by);
   bool holds(uint32_t slot, BlockId id, Tick now) const {
     return id != kNoBlock && !pool_[id].is_expired(now, limits_.ttl) &&

@@ -48,8 +48,14 @@ void PrefixIndex::drop_source(uint32_t source) {
 uint32_t PrefixIndex::local_source(Context& context, uint32_t source) {
   const auto found = context.source_at.find(source);
   if (found != context.source_at.end()) return found->second;
-  sources_.at(source).push_back(context.id);
-  return context.add_source(source);
+  std::vector<uint32_t>& contexts = sources_.at(source);
+  contexts.push_back(context.id);
+  try {
+    return context.add_source(source);
+  } catch (...) {  // no more memory: it has not been seen here
+    contexts.pop_back();
+    throw;
+  }
 }
 
 uint32_t PrefixIndex::slot_of(Context& context, const Place& place) {
@@ -62,6 +68,7 @@ void PrefixIndex::clear(uint32_t source, std::optional<uint32_t> tier, std::opti
     if (only_context && *only_context != id) continue;
     Context& context = *contexts_.at(id);
     LocalSource& local = context.sources[context.source_at.at(source)];
+    context.retired_slots.reserve(context.retired_slots.size() + local.slots.size());  // or nothing changes
     std::erase_if(local.slots, [&](uint32_t slot) {
       if (tier && context.slots[slot].tier != *tier) return false;
       context.retire(slot, pass_);

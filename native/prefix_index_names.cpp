@@ -107,8 +107,10 @@ void PrefixIndex::list_behind(Context& context, BlockId id) {
   next->follows = false;
 }
 
-// Behind list_behind.
+// Behind list_behind and, where anybody knows of the record, die.
 void PrefixIndex::free_record(Context& context, BlockId id) {
+  unname(id);
+  sets_.release(pool_[id].holders);
   if (pool_[id].is_listed) context.listed.erase(pool_[id].prefix, id);
   --context.records;
   pool_.free(id);
@@ -135,7 +137,6 @@ void PrefixIndex::unhold(Context& context, uint32_t slot, BlockId id) {
   const uint64_t prefix = pool_[id].prefix;
   --context.slots[slot].blocks;
   context.slots[slot].digest -= mix64(prefix);
-  sets_.release(pool_[id].holders);
   free_record(context, id);
 }
 
@@ -147,13 +148,6 @@ void PrefixIndex::unname(BlockId id) {
   uncount(record.name, record.owners, kEmptySet);
   sets_.release(record.owners);
   record.owners = kEmptySet;
-}
-
-// Behind list_behind: takes a record that nobody holds any more out of everything.
-void PrefixIndex::discard(Context& context, BlockId id) {
-  die(context, pool_[id]);
-  unname(id);
-  free_record(context, id);
 }
 
 void PrefixIndex::replace(SetId& set, SetId by) {
@@ -259,28 +253,35 @@ void PrefixIndex::own(Context& context, uint32_t slot, const Naming& name, Block
 void PrefixIndex::disown(Context& context, uint32_t slot, const Naming& name, BlockId id, Tick now) {
   const bool in_record = name.id != kNoBlock;
   const uint64_t key = in_record ? pool_[name.id].name : other_names_[name.other].key;
-  if (holds(slot, id, now) && sets_.is_single(pool_[id].holders) &&
-      aliases_.get(pool_[id].prefix, context.id, slot) == 0)
-    list_behind(context, id);  // while nothing has changed
+  const bool is_held = holds(slot, id, now);
+  const uint64_t prefix = is_held ? pool_[id].prefix : 0;
+  const uint64_t others = is_held ? aliases_.get(prefix, context.id, slot) : 0;
+  const bool leaves = is_held && others == 0;
+  SetReferences fewer_owners(sets_, sets_.without(owners_of(name), slot));
+  SetReferences fewer_holders(sets_, leaves ? sets_.without(pool_[id].holders, slot) : kEmptySet);
+  const bool dies = leaves && fewer_holders.id() == kEmptySet;
   touch(key);
-  copies_.set(key, context.id, slot, 0);
-  SetId owners = owners_of(name);
-  replace(owners, sets_.without(owners, slot));
-  set_owners(name, owners);
-  if (owners == kEmptySet && in_record) names_.erase(key, name.id);
-  if (owners == kEmptySet && !in_record) other_names_.erase(name.other);
+  if (dies) {
+    list_behind(context, id);
+    die(context, pool_[id]);
+  } else if (leaves) {
+    owners_.drop(context.claims, prefix, [slot](uint32_t claimant) { return claimant == slot; });
+  }
 
-  if (!holds(slot, id, now)) return;
-  const uint64_t prefix = pool_[id].prefix;
-  if (const uint64_t others = aliases_.get(prefix, context.id, slot); others != 0)
-    return aliases_.set(prefix, context.id, slot, others - 1);
+  copies_.set(key, context.id, slot, 0);  // from here on nothing fails
+  const SetId owners = owners_of(name);
+  set_owners(name, fewer_owners.take());
+  sets_.release(owners);
+  if (fewer_owners.id() == kEmptySet && in_record) names_.erase(key, name.id);
+  if (fewer_owners.id() == kEmptySet && !in_record) other_names_.erase(name.other);
+  if (others != 0) return aliases_.set(prefix, context.id, slot, others - 1);
+  if (!leaves) return;
   --context.slots[slot].blocks;
   context.slots[slot].digest -= mix64(prefix);
-  SetId holders = pool_[id].holders;
-  replace(holders, sets_.without(holders, slot));
-  pool_[id].holders = holders;
-  owners_.drop(context.claims, prefix, [slot](uint32_t claimant) { return claimant == slot; });
-  if (holders == kEmptySet) discard(context, id);
+  if (dies) return free_record(context, id);
+  const SetId holders = pool_[id].holders;
+  pool_[id].holders = fewer_holders.take();
+  sets_.release(holders);
 }
 
 // The owners that are not among those that are `left` have no copies of a name any more.

@@ -22,16 +22,13 @@ constexpr size_t kSweptAtOnce = 128;   // records, before what they counted for 
 void PrefixIndex::forget(Context& context, BlockId id) {
   list_behind(context, id);
   const uint64_t prefix = pool_[id].prefix;
-  const SetId holders = pool_[id].holders;
-  sets_.for_each(holders, [&](uint32_t slot) {
+  if (exporting_) gone_.emplace_back(context.id, prefix);
+  die(context, pool_[id]);
+  sets_.for_each(pool_[id].holders, [&](uint32_t slot) {  // from here on nothing fails
     --context.slots[slot].blocks;
     context.slots[slot].digest -= mix64(prefix);
     if (!aliases_.is_empty()) aliases_.set(prefix, context.id, slot, 0);
   });
-  sets_.release(holders);
-  if (exporting_) gone_.emplace_back(context.id, prefix);
-  die(context, pool_[id]);
-  unname(id);
   free_record(context, id);
   remains_ = true;  // its other names
 }
@@ -155,7 +152,13 @@ Swept PrefixIndex::sweep(Tick now, size_t visits_max) {
     remains_ = false;
     enter_stage(Stage::kGraveyard);
   }
-  while (swept.visited < visits_max && !swept.pass_done) sweep_stage(now, visits_max, swept);
+  try {
+    while (swept.visited < visits_max && !swept.pass_done) sweep_stage(now, visits_max, swept);
+  } catch (...) {  // no more memory: what this pass has not met may lie behind it, so another one begins
+    in_pass_ = false;
+    remains_ = true;
+    throw;
+  }
   in_pass_ = !swept.pass_done;
   contents_.flush();
   return swept;
@@ -273,13 +276,16 @@ void PrefixIndex::clean_record(BlockId id, Tick now, Swept& swept) {
     return;
   }
   if (!context->retired_slots.empty() && sets_.intersects(record.holders, context->dead)) {
+    if (!is_held(*context, record)) {
+      list_behind(*context, id);
+      die(*context, record);
+      return free_record(*context, id);
+    }
+    owners_.drop(context->claims, record.prefix, [&](uint32_t slot) { return !context->slots[slot].live; });
     SetId holders = record.holders;
-    if (!is_held(*context, record)) list_behind(*context, id);  // while nothing has changed
     replace(holders, sets_.minus(holders, context->dead));
     record.holders = holders;
-    owners_.drop(context->claims, record.prefix, [&](uint32_t slot) { return !context->slots[slot].live; });
   }
-  if (record.holders == kEmptySet) return discard(*context, id);
   if (record.owners == kEmptySet || record.owners == record.holders) return;
   const SetId left = sets_.intersection_minus(record.owners, record.holders, context->dead);
   if (left == record.owners) return;

@@ -1,11 +1,14 @@
 """Fleets whose slots do not fit in one word of a holder set: who holds what, and how deep, as the oracle says.
 
 Each step is taken by many pods that follow each other, so that sets begin and end in any word, and what a match meets is
-now one set from its first block to its last, now another at each.
+now one set from its first block to its last, now another at each. Engines of one seed have the same names for a block,
+and those of another have others: so who owns a name are some of those who hold its block.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 import struct
 from typing import Any
@@ -27,8 +30,10 @@ def tokens(path: Path) -> bytes:
     return b"".join(struct.pack(f"<{BLOCK_SIZE}I", *[block] * BLOCK_SIZE) for block in path)
 
 
-def engine_hashes(path: Path, first: int = 0) -> bytes:
-    return b"".join(random.Random(str(path[: n + 1])).randbytes(8) for n in range(first, len(path)))
+@functools.cache
+def engine_hashes(pod: int, path: Path, first: int = 0) -> bytes:
+    seed = pod // 50
+    return b"".join(random.Random(f"{seed} {path[: n + 1]}").randbytes(8) for n in range(first, len(path)))
 
 
 class LargeFleet:
@@ -57,7 +62,7 @@ class LargeFleet:
                 index.store(
                     sources[pod],
                     context,
-                    engine_hashes=engine_hashes(path),
+                    engine_hashes=engine_hashes(pod, path),
                     parent=None,
                     token_ids=tokens(path),
                     extra_keys=None,
@@ -66,10 +71,20 @@ class LargeFleet:
 
     def remove(self) -> None:
         path, place = self.some_path(), self.some_place()
-        names = engine_hashes(path, self.r.randrange(len(path)))
+        first = self.r.randrange(len(path))
         for pod in self.some_pods():
             for index, sources in zip(self.both, self.sources, strict=True):
-                index.remove(sources[pod], engine_hashes=names, **place)
+                index.remove(sources[pod], engine_hashes=engine_hashes(pod, path, first), **place)
+
+    def remove_all(self) -> None:
+        """By the names that are left of it, as often as each was stored."""
+        for pod in range(PODS):
+            for path, tier, group in itertools.product(PROMPTS, range(3), range(2)):
+                names, source = engine_hashes(pod, path), self.sources[1][pod]
+                while self.native.remove(
+                    source, tier=tier, group=group, engine_hashes=names, now=0
+                ).removed_blocks:
+                    pass
 
     def expect(self) -> None:
         path, pod = self.some_path(), self.r.randrange(PODS)
@@ -115,3 +130,10 @@ def test_matches_as_the_oracle(seed: int) -> None:
         for path in (*PROMPTS, PROMPTS[0][:2], (*PROMPTS[2], 11)):
             oracle, native = fleet.match(path)
             assert native == oracle
+    fleet.remove_all()
+    assert not any(any(fleet.native.blocks_by_tier(source)) for source in fleet.sources[1])
+    for _ in range(2):  # the pass under way, and a whole one
+        while not fleet.native.sweep(0, 1_000).idle:
+            pass
+    stats = fleet.native.stats()
+    assert (stats.prefixes, stats.engine_keys, stats.holder_sets) == (0, 0, 0)

@@ -100,6 +100,53 @@ assert not any(index.blocks_by_tier(source)[0] for source in sources)
 """
 
 
+SWEPT = """
+import random, resource, signal
+from pathlib import Path
+from app.index.prefix_index import IndexLimits, PrefixIndex
+
+signal.alarm(60)
+chance = random.Random(1)
+index = PrefixIndex(IndexLimits(ttl_ticks=0))
+context = index.context("model", None, 1, 0)
+gone, stays = index.add_source(), index.add_source()
+chains = [(chance.randbytes(16), chance.randbytes(32)) for _ in range(20_000)]
+for token_ids, engine_hashes in chains:
+    for source, blocks in (gone, 2), (stays, 4):
+        index.store(
+            source, context, tier=0, group=0, engine_hashes=engine_hashes[: 8 * blocks], parent=None,
+            token_ids=token_ids[: 4 * blocks], extra_keys=None, now=0,
+        )
+    index.remove(stays, tier=0, group=0, engine_hashes=engine_hashes[8:16], now=0)
+index.clear(gone)
+
+def bound(most):
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+
+failures = 0
+while failures < 20:  # of what is behind a block that goes: it has to be listed
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    bound(taken)
+    try:
+        idle = index.sweep(0, 4_096).idle
+        bound(resource.RLIM_INFINITY)
+        if idle:
+            break
+    except MemoryError:
+        bound(resource.RLIM_INFINITY)
+        failures += 1
+assert failures > 0
+while not index.sweep(0, 4_096).idle:
+    pass
+fresh = index.add_source()  # takes the place of the one that is gone
+index.store(
+    fresh, context, tier=0, group=0, engine_hashes=bytes(8), parent=None, token_ids=bytes(4), extra_keys=None, now=0
+)
+assert index.stats().prefixes == 3 * len(chains) + 1, index.stats()
+assert all(row.source == stays for ids, _ in chains for row in index.match_tokens(context, ids, None, 0))
+"""
+
+
 @pytest.mark.skipif("TEST_CORE" in os.environ, reason="sanitizers need all of the address space")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("blocks", [1, 256])
@@ -130,5 +177,15 @@ def test_what_was_stored_without_memory_can_be_taken_away_by_its_names(
         text=True,
         check=False,
         timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif("TEST_CORE" in os.environ, reason="sanitizers need all of the address space")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_sweep_without_memory_leaves_nothing_behind() -> None:
+    """What it could not take away the next pass does, before the bits of those who held it are used again."""
+    done = subprocess.run(
+        [sys.executable, "-c", SWEPT], capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 0, done.stderr

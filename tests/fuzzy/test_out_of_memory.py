@@ -1,29 +1,19 @@
-"""Where the system gives no more memory a call fails, and what is stored and removed then is what is there afterwards.
-
-In a process of its own, whose address space is bounded while blocks come and go: which table meets the bound is up to
-the place.
-"""
+"""Where the system gives no more memory a call fails, and what is stored and removed then is what is there afterwards."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
+from tests import scarce_memory
+
+pytestmark = scarce_memory.MARKS
+
 START = """
-import random, resource, signal, sys
-from pathlib import Path
 from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
 
-signal.alarm(60)  # whoever looks for ever for what is not there
 chance = random.Random(int(sys.argv[1]))
 index = FuzzyIndex(FuzzyLimits())
 index.add_context(7, 16)
-
-def bound(most):
-    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 """
 
 
@@ -33,7 +23,7 @@ live = []
 while len(live) < 40_000 // batch:
     live.append(chance.randbytes(8 * batch))
     index.store(7, live[-1], chance.randbytes(64 * batch))
-most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + room
+most = taken() + room
 failures = 0
 for turn in range(1_500):
     coming = turn % 3 != 2
@@ -64,10 +54,10 @@ live = []
 for _ in range(400):
     live.append(chance.randbytes(8 * 256))
     index.store(7, live[-1], chance.randbytes(64 * 256))
-taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+before = taken()
 tokens, failures, awake = bytes(4 * 64), 0, 0
 while not awake:
-    bound(taken + failures * more)
+    bound(before + failures * more)
     try:
         awake = index.core.exact(7, tokens, 1, 0, 1)[1]
         bound(resource.RLIM_INFINITY)
@@ -94,7 +84,7 @@ def find(tokens):
     return found[0]
 
 find(live[0][1])
-most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + room
+most = taken() + room
 failures = 0
 for turn in range(3_000):
     coming = turn % 3 != 2
@@ -122,18 +112,9 @@ assert set(index.prefix_hashes(7)) == {
 
 
 def tell(story: str, *arguments: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", START + story, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    scarce_memory.tell(START + story, *arguments)
 
 
-@pytest.mark.skipif("TEST_CORE" in os.environ, reason="sanitizers need all of the address space")
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("room", "batch"), [(0, 16), (131_072, 16), (0, 256), (131_072, 256), (1_000_000, 256)]
 )
@@ -141,15 +122,11 @@ def test_blocks_come_and_go_without_memory(room: int, batch: int) -> None:
     tell(STORY, room, batch)
 
 
-@pytest.mark.skipif("TEST_CORE" in os.environ, reason="sanitizers need all of the address space")
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("more", [10_000, 50_000, 200_000])
 def test_a_context_that_wakes_without_memory_goes_on_when_there_is_some(more: int) -> None:
     tell(WAKING, more)
 
 
-@pytest.mark.skipif("TEST_CORE" in os.environ, reason="sanitizers need all of the address space")
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("room", "batch"), [(0, 16), (131_072, 16), (0, 256), (131_072, 256), (1_000_000, 256)]
 )

@@ -1,23 +1,16 @@
-"""Where the system gives no more memory a store fails, and what it began can still be removed and swept.
-
-In a process of its own, whose address space is bounded at some place while it stores: which table meets the bound is
-up to the place.
-"""
+"""Where the system gives no more memory a store fails, and what it began can still be removed and swept."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
+from tests import scarce_memory
+
+pytestmark = scarce_memory.MARKS
+
 STORY = """
-import random, resource, signal, sys
-from pathlib import Path
 from app.index.prefix_index import IndexLimits, PrefixIndex
 
-signal.alarm(60)  # whoever looks for ever for what is not there
 room, blocks = int(sys.argv[1]), int(sys.argv[2])
 chance = random.Random(room)
 index = PrefixIndex(IndexLimits(ttl_ticks=0))
@@ -32,15 +25,14 @@ def store():
 
 for _ in range(20_000 // blocks):
     store()
-taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (taken + room, resource.RLIM_INFINITY))
+bound(taken() + room)
 failures = 0
 while failures < 3:
     try:
         store()
     except MemoryError:
         failures += 1
-resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+bound(resource.RLIM_INFINITY)
 store()
 index.clear(source)
 while not index.sweep(0, 2_048).idle:
@@ -53,11 +45,8 @@ assert index.blocks_by_tier(source)[0] == blocks, index.blocks_by_tier(source)
 
 
 NAMED = """
-import random, resource, signal, sys
-from pathlib import Path
 from app.index.prefix_index import IndexLimits, PrefixIndex
 
-signal.alarm(60)
 room, blocks, engines = (int(argument) for argument in sys.argv[1:])
 chance = random.Random(room)
 index = PrefixIndex(IndexLimits(ttl_ticks=0))
@@ -72,17 +61,14 @@ def store(source, token_ids):
         extra_keys=None, now=0,
     )
 
-def bound(most):
-    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
-
 for _ in range(6_000 // blocks):
     store(sources[0], chance.randbytes(4 * blocks))
 failures = 0
 for _ in range(60):
     spare = bytes(1_000_000)  # for what it takes to say that there is memory again
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    most = taken() + room
     try:
-        bound(taken + room)
+        bound(most)
         while True:
             token_ids = chance.randbytes(4 * blocks)
             for source in sources:
@@ -101,11 +87,8 @@ assert not any(index.blocks_by_tier(source)[0] for source in sources)
 
 
 SWEPT = """
-import random, resource, signal
-from pathlib import Path
 from app.index.prefix_index import IndexLimits, PrefixIndex
 
-signal.alarm(60)
 chance = random.Random(1)
 index = PrefixIndex(IndexLimits(ttl_ticks=0))
 context = index.context("model", None, 1, 0)
@@ -120,13 +103,9 @@ for token_ids, engine_hashes in chains:
     index.remove(stays, tier=0, group=0, engine_hashes=engine_hashes[8:16], now=0)
 index.clear(gone)
 
-def bound(most):
-    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
-
 failures = 0
 while failures < 20:  # of what is behind a block that goes: it has to be listed
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    bound(taken)
+    bound(taken())
     try:
         idle = index.sweep(0, 4_096).idle
         bound(resource.RLIM_INFINITY)
@@ -147,23 +126,12 @@ assert all(row.source == stays for ids, _ in chains for row in index.match_token
 """
 
 
-@pytest.mark.skipif("TEST_CORE" in os.environ, reason="sanitizers need all of the address space")
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("blocks", [1, 256])
 @pytest.mark.parametrize("room", [131_072 * n for n in (3, 7, 10, 16, 23)])
 def test_store_without_memory(room: int, blocks: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", STORY, str(room), str(blocks)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    scarce_memory.tell(STORY, room, blocks)
 
 
-@pytest.mark.skipif("TEST_CORE" in os.environ, reason="sanitizers need all of the address space")
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("engines", [1, 3])
 @pytest.mark.parametrize("blocks", [1, 16])
 @pytest.mark.parametrize("room", [0, 65_536, 300_000])
@@ -171,21 +139,9 @@ def test_what_was_stored_without_memory_can_be_taken_away_by_its_names(
     room: int, blocks: int, engines: int
 ) -> None:
     """Each engine has names of its own for the same blocks. Nothing is held without a name; no set of holders stays."""
-    done = subprocess.run(
-        [sys.executable, "-c", NAMED, str(room), str(blocks), str(engines)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    scarce_memory.tell(NAMED, room, blocks, engines)
 
 
-@pytest.mark.skipif("TEST_CORE" in os.environ, reason="sanitizers need all of the address space")
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_sweep_without_memory_leaves_nothing_behind() -> None:
     """What it could not take away the next pass does, before the bits of those who held it are used again."""
-    done = subprocess.run(
-        [sys.executable, "-c", SWEPT], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    scarce_memory.tell(SWEPT)

@@ -74,10 +74,6 @@ class HolderSets {
     }
     return size;
   }
-  bool is_single(SetId id) const {
-    const std::span<const uint64_t> words = this->words(id);  // none at either end is zero
-    return words.size() == 1 && std::has_single_bit(words[0]);
-  }
   bool intersects(SetId id, std::span<const uint64_t> mask) const {
     const Set& set = sets_[id];
     for (size_t w = 0; w < set.words.size() && set.first_word + w < mask.size(); ++w)

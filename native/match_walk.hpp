@@ -113,10 +113,6 @@ class MatchWalk {
     return {rows_.data(), listed};
   }
 
-  static uint64_t live_word(const Context& context, std::span<const uint64_t> words, size_t first,
-                            size_t at) {
-    return words[at] & ~context.dead[first + at];
-  }
   // The rows of all that have a slot in the set, of which `slots` live; the first `depth` blocks lie in each.
   std::span<const Row> list_alike(const Context& context, SetId set, size_t slots, uint32_t depth) {
     if (row_of_.size() < context.sources.size()) row_of_.resize(context.sources.size());
@@ -131,7 +127,7 @@ class MatchWalk {
     size_t listed = 0;
     for (size_t at = 0; at < words.size(); ++at) {
       const Slot* const slots_at = context.slots.data() + (first + at) * 64;
-      for (uint64_t live = live_word(context, words, first, at); live != 0; live &= live - 1) {
+      for (uint64_t live = words[at] & ~context.dead[first + at]; live != 0; live &= live - 1) {
         const Slot& slot = slots_at[std::countr_zero(live)];
         const size_t row = row_of[slot.local];
         if (row < listed && rows[row].source == slot.source) {  // not the source's first slot

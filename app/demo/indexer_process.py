@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from typing import BinaryIO
 
 import httpx
 
+from app.child_command import child_command
 from app.errors import Unresponsive
 
 START_DEADLINE_S = 30.0
@@ -27,8 +27,7 @@ async def running_indexer(port: int) -> AsyncIterator[str]:
     """The URL of an indexer with the embedded defaults. Raises Unresponsive when it does not start."""
     with tempfile.TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
-            # -P: what is installed, and not a folder `app` that happens to lie where we were started.
-            *(sys.executable, "-P", "-m", "app", "serve", "--host", "127.0.0.1", "--port", str(port)),
+            *child_command("app", "serve", "--host", "127.0.0.1", "--port", str(port)),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=log,

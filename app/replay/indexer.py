@@ -8,7 +8,6 @@ import os
 import re
 import select
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.parse
@@ -17,6 +16,7 @@ from typing import Any, Self
 
 import httpx
 
+from app.child_command import child_command
 from app.config import variable
 from app.errors import InvalidInput, Unresponsive
 
@@ -113,8 +113,7 @@ def own_indexer(**settings: object) -> Iterator[str]:
     environment = {**os.environ, **{variable(name): str(value) for name, value in settings.items()}}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            # -P: what is installed, and not a folder `app` that happens to lie where we were started.
-            [sys.executable, "-P", "-m", "app", "serve", "--host", "127.0.0.1", "--port", "0"],
+            child_command("app", "serve", "--host", "127.0.0.1", "--port", "0"),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

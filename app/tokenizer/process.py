@@ -15,10 +15,10 @@ import contextlib
 import dataclasses
 import socket
 import subprocess
-import sys
 
 import msgspec
 
+from app.child_command import child_command
 from app.config import LogFormat, LogLevel
 from app.errors import TokenizerUnavailable
 from app.tokenizer.prompts import LENGTH, Answer, Job
@@ -104,8 +104,7 @@ class TokenizerProcess:
 
 
 def _open(theirs: socket.socket, arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
-    # -P: what is installed, and not a folder `app` that happens to lie where the service was started.
-    command = [sys.executable, "-P", "-m", "app.tokenizer.worker", *arguments]
+    command = child_command("app.tokenizer.worker", *arguments)
     return subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())
 
 

@@ -1,8 +1,8 @@
 """What the process consists of, put together from the settings; nothing of it runs yet.
 
-With a Redis the parts are others: what changes the picture goes through the log, a pod is followed by whoever holds
-its lease, and snapshots lie beside the log. Configured pods are registered here, before the first request is served,
-so a router never sees an indexer that does not know its own configuration. How the parts start and end is in
+With Redis some parts differ: changes go through the log, a pod is followed by the replica that holds its lease, and
+snapshots lie beside the log. Configured pods are registered here, before the first request is served, so a router never
+sees an indexer that does not know its own configuration. How the parts start and end is in
 app/lifecycle.py, what stands in front of them in app/main.py.
 """
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from app.replication.replica import Replica
 
 
-# Said without the setting that they are about, they would have no effect, and somebody believes that they have.
+# Without the setting that they refine they have no effect, and whoever set them believes that they have one.
 _BESIDE = {
     "redis_url": ("redis_cluster", "redis_namespace", "redis_partitions"),
     "discovery_dns": ("discovery_dns_server",),
@@ -61,7 +61,7 @@ _BESIDE = {
 
 
 def assembled(settings: Settings, clock: Callable[[], float]) -> Parts:
-    """Raises InvalidSettings for what cannot be. `parts` is named before it is there, by what is asked later."""
+    """Raises InvalidSettings. Some parts refer to `parts` before it exists: they use it only after the start."""
     _check_beside(settings)
     configured, file_specs = _configured_pods(settings)
     specs = [*configured, *file_specs]

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks
 from benchmarks.__main__ import ALL, WITH_PEER
 from benchmarks.measure import GOAL, MISSED, Goal, print_line
 from benchmarks.wrk import Load
 
 SOURCES = {
-    path.stem: path.read_text() for path in Path("benchmarks").glob("[a-z]*.py") if path.stem != "measure"
+    path.stem: path.read_text()
+    for path in Path(benchmarks.__file__).parent.glob("[a-z]*.py")
+    if path.stem != "measure"
 }
 
 

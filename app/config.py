@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from app.api_keys import ApiKey, parse_setting
+from app.auth.api_keys import ApiKey, parse_setting
 from app.errors import InvalidInput, InvalidSettings
-from app.redaction import redacted_value
+from app.observability.redaction import redacted_value
 
 PREFIX = "KVINDEXER_"
 

@@ -21,7 +21,7 @@ from app.events import BlockRemoved, Envelope, EventBatch, PrefixesStored
 from app.ingest.vllm import EventPost, decode_batch, decode_json_events
 from app.schemas.events import EventsFields, EventsRequest, EventsResponse
 from app.service import BatchResult, IndexerService
-from app.writers import Writer
+from app.service.writers import Writer
 
 router = APIRouter(prefix="/v1", tags=["events"])
 

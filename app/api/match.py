@@ -13,7 +13,6 @@ from app.api.document import described
 from app.api.prompts import ARRAYS, HASHES_ALONE, make_query, read_query
 from app.api.wiring import Wiring, wiring_of
 from app.errors import IndexerError, InvalidInput
-from app.hints import Hint
 from app.schemas.fields import PODS_ASKED_MAX
 from app.schemas.match import (
     BatchRequest,
@@ -24,6 +23,7 @@ from app.schemas.match import (
     TextFields,
 )
 from app.service import MatchQuery, MatchResult, MatchRow
+from app.service.hints import Hint
 
 router = APIRouter(prefix="/v1", tags=["match"])
 

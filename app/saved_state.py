@@ -62,6 +62,7 @@ class SavedSource(msgspec.Struct, frozen=True):
     stream: str = SourceState.LIVE.value
     stream_cause: str = ""
     newest_ts: float | None = None
+    cleared_loss: str = ""
 
 
 class SavedPod(msgspec.Struct, frozen=True):
@@ -177,6 +178,7 @@ def _describe_source(source: Source, index: Index, now_s: float) -> SavedSource:
         stream=source.stream.value,
         stream_cause=source.stream_cause,
         newest_ts=source.newest_ts,
+        cleared_loss=source.cleared_loss,
     )
 
 
@@ -285,6 +287,7 @@ def _restore_source(
     source.block_size = saved.block_size
     source.chunk_sizes.update({Tier(tier): size for tier, size in saved.chunk_sizes.items()})
     source.offloads = saved.offloads
+    source.cleared_loss = saved.cleared_loss
     registry.restore(source, None if saved.heard_s_ago is None else saved.heard_s_ago + elapsed_s)
     if saved.loss_cause is not None:
         registry.lose(source, f"restored so: {saved.loss_cause}")

@@ -315,8 +315,8 @@ class PrefixIndex {
     std::optional<uint64_t> parent = {};    // on which the first block of a chain stands
     BlockId before = kNoBlock;              // record of the block before the next one; kNoBlock: it has none
     BlockId record = kNoBlock;              // of the only block, where that is known
-    bool restating = false;  // a root event: leading blocks that the slot names are told again, not copied
-    std::optional<uint32_t> slot = {};  // made with the first block that is stored
+    bool restating = false;                 // what the slot names is told once more, and not copied
+    std::optional<uint32_t> slot = {};      // made with the first block that is stored
     uint32_t owner = 0;
     size_t next = 0;
     Orphan orphan = {};  // what waited until now, and owns what the spans refer to
@@ -358,6 +358,7 @@ class PrefixIndex {
   void hash_blocks(const Context& context, uint64_t chain_from, size_t blocks, const uint8_t* tokens,
                    const ExtraKeys& extra, std::vector<uint64_t>& prefixes) const;
   static size_t plain_blocks(bool parent, const ExtraKeys& extra, size_t blocks);
+  bool is_restated(Context& context, Frame& frame, Tick now);
   uint64_t store_frame(Context& context, Frame first, Tick now, bool count_copies);
   void renew_parent(Context& context, Frame& frame);
   void release_waiters(Context& context, const Frame& frame, size_t block, std::vector<Frame>& frames);
@@ -370,7 +371,7 @@ class PrefixIndex {
   void store_renamed(const Storing& by, Frame& frame);
   void store_new(const Storing& by, Frame& frame);
   void store_block(const Storing& by, Frame& frame);
-  bool store_name(const Storing& by, uint32_t slot, uint64_t key, uint64_t prefix, BlockId parent,
+  void store_name(const Storing& by, uint32_t slot, uint64_t key, uint64_t prefix, BlockId parent,
                   BlockId& id, bool counts);
   void see(const Storing& by, Frame& frame, size_t block, BlockId id, BlockRecord& record);
   void tell(const Storing& by, Frame& frame, size_t block, BlockRecord& record);

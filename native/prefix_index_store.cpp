@@ -42,7 +42,7 @@ Stored PrefixIndex::store(const Place& place, uint32_t id, std::span<const uint6
   frame.plain = plain_blocks(plain, extra, blocks);
   frame.parent = before == kNoBlock ? std::nullopt : std::optional(chain_from);
   frame.before = before;
-  frame.restating = !parent && blocks > 1;
+  frame.restating = !parent && count_copies && is_restated(context, frame, now);
   frame.owner = owner;
   return {store_frame(context, std::move(frame), now, count_copies), 0, 0};
 }
@@ -93,7 +93,7 @@ Stored PrefixIndex::store_hashed(const Place& place, uint32_t id, std::span<cons
   }
   if (plain) frame.plain = contents.size();
   frame.contents = std::move(contents);
-  frame.restating = !chain_from && engine_hashes.size() > 1;
+  frame.restating = !chain_from && count_copies && is_restated(context, frame, now);
   frame.owner = owner;
   return {store_frame(context, std::move(frame), now, count_copies), 0, 0};
 }
@@ -111,6 +111,25 @@ size_t PrefixIndex::plain_blocks(bool parent, const ExtraKeys& extra, size_t blo
   size_t plain = 0;
   while (parent && plain < blocks && extra.of(plain).empty()) ++plain;
   return plain;
+}
+
+// Whether a root event tells nothing but what its slot names already. Nearly every event ends with its first
+// block.
+bool PrefixIndex::is_restated(Context& context, Frame& frame, Tick now) {
+  const size_t blocks = frame.engine_hashes.size();
+  const std::optional<uint32_t> slot = context.find_slot(frame.place);
+  if (blocks < 2 || !slot) return false;
+  BlockId id = kNoBlock;
+  for (size_t block = 0; block < blocks; ++block) {
+    id = context.find_child(sets_, id, prefix_at(frame, block));
+    if (!holds(*slot, id, now)) return false;
+    bool is_named = false;
+    each_name(mix64(frame.engine_hashes[block]), [&](const Naming& name) {
+      return is_named = owns(name, context, *slot) && record_of(name) == id;
+    });
+    if (!is_named) return false;
+  }
+  return true;
 }
 
 // Stores the blocks of a frame and of every orphan that they release, depth first.
@@ -250,7 +269,6 @@ void PrefixIndex::store_known(const Storing& by, Frame& frame) {
       step.take();
       ++slot.blocks;
       slot.digest += mix64(prefix);
-      frame.restating = false;
     }
     see(by, frame, block, id, record);
   }
@@ -286,7 +304,6 @@ void PrefixIndex::store_renamed(const Storing& by, Frame& frame) {
       }
       BlockId same = id;
       hold(context, *frame.slot, same, prefix, kNoBlock, by.now);
-      frame.restating = false;
     }
     see(by, frame, block, id, record);
   }
@@ -363,7 +380,6 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
     touch(at.key);
     ++slot.blocks;
     slot.digest += mix64(prefix);
-    frame.restating = false;
     see(by, frame, block, id, record);
   }
 }
@@ -381,7 +397,7 @@ void PrefixIndex::store_block(const Storing& by, Frame& frame) {
                         : find_near(context, frame.before, prefix);
   const BlockId parent = frame.is_chain ? frame.before : kNoBlock;
   const bool counts = by.count_copies && !frame.restating && frame.copies.empty();
-  if (!store_name(by, *frame.slot, key, prefix, parent, id, counts)) frame.restating = false;
+  store_name(by, *frame.slot, key, prefix, parent, id, counts);
   if (!frame.copies.empty()) {
     touch(key);
     copies_.set(key, context.id, *frame.slot, frame.copies[block] - 1);
@@ -391,8 +407,8 @@ void PrefixIndex::store_block(const Storing& by, Frame& frame) {
 
 // The slot names the prefix by `key`, once more when that counts; `parent` and `id` are the records of the
 // prefix's parent, if that is known, and of the prefix, kNoBlock when there is none; `id` becomes the one
-// that there is then. Tells whether the slot named it so before.
-bool PrefixIndex::store_name(const Storing& by, uint32_t slot, uint64_t key, uint64_t prefix, BlockId parent,
+// that there is then.
+void PrefixIndex::store_name(const Storing& by, uint32_t slot, uint64_t key, uint64_t prefix, BlockId parent,
                              BlockId& id, bool counts) {
   Context& context = by.context;
   if (id != kNoBlock && pool_[id].is_expired(by.now, limits_.ttl)) {
@@ -406,7 +422,7 @@ bool PrefixIndex::store_name(const Storing& by, uint32_t slot, uint64_t key, uin
   if (!held || !owned || counts) touch(key);
   if (held && owned) {
     if (counts) copies_.set(key, context.id, slot, copies_.get(key, context.id, slot) + 1);
-    return true;
+    return;
   }
   if (owned) copies_.set(key, context.id, slot, 0);  // the name outlived its prefix: counted anew
   if (id == kNoBlock) {
@@ -417,7 +433,7 @@ bool PrefixIndex::store_name(const Storing& by, uint32_t slot, uint64_t key, uin
       unhold(context, slot, id);
       throw;
     }
-    return false;
+    return;
   }
   // The name first, for the same reason. A name of what is not held means nothing.
   if (!owned) own(context, slot, name, id, key);
@@ -425,7 +441,6 @@ bool PrefixIndex::store_name(const Storing& by, uint32_t slot, uint64_t key, uin
     aliases_.set(prefix, context.id, slot, aliases_.get(prefix, context.id, slot) + 1);
   else
     hold(context, slot, id, prefix, parent, by.now);
-  return false;
 }
 
 }  // namespace kvindexer

@@ -164,7 +164,8 @@ class Batches:
             self._effects.report_drops()  # also of blocks that had no room to wait, which `orphans` does not count
         if events > stores:
             source.events["BlockRemoved"] += events - stores
-        source.offloads |= offloads
+        if offloads and not source.offloads:
+            self._registry.offload(source)
         source.unknown_blocks += unknown
         return self._book(source, seq, stored, removed, orphans, accepted=events, ts=ts)
 

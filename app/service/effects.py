@@ -122,7 +122,7 @@ class Effects:
                 count_copies=self._settings.count_copies,
                 owner=tally.owner,
             )
-        source.offloads |= event.tier is not Tier.GPU
+        self._note_tier(source, event.tier)
         source.unknown_blocks += result.unknown_blocks
         tally.stored_blocks += result.stored_blocks
         tally.orphan_blocks += result.orphan_blocks
@@ -157,7 +157,7 @@ class Effects:
             owner=tally.owner,
         )
         self._keep_hint(source, context, event, now)
-        source.offloads |= event.tier is not Tier.GPU
+        self._note_tier(source, event.tier)
         tally.stored_blocks += result.stored_blocks
 
     def _store_prefixes(
@@ -184,7 +184,7 @@ class Effects:
                 self._hints.put(holder, context, block, metadata, now)
         if event.owners is not None and self._settings.fuzzy:
             self._claim_prefixes(source, event, context, now)
-        source.offloads |= event.tier is not Tier.GPU
+        self._note_tier(source, event.tier)
         tally.stored_blocks += result.stored_blocks
 
     def _claim_prefixes(self, source: Source, event: PrefixesStored, context: int, now: int) -> None:
@@ -218,9 +218,13 @@ class Effects:
         result = self._index.remove(
             source.index_id, tier=event.tier, group=event.group, engine_hashes=event.block_hashes, now=now
         )
-        source.offloads |= event.tier is not Tier.GPU
+        self._note_tier(source, event.tier)
         source.unknown_blocks += result.unknown_blocks
         tally.removed_blocks += result.removed_blocks
+
+    def _note_tier(self, source: Source, tier: Tier) -> None:
+        if tier is not Tier.GPU and not source.offloads:
+            self._registry.offload(source)
 
 
 def _holder(source: Source, event: BlockStored | BlocksHashed | PrefixesStored) -> Holder:

@@ -7,7 +7,8 @@ hide a dead stream.
 
 An incomplete picture becomes complete when the source is reset (restart, deadline), or when the engine clears
 its cache and the source never spoke of another tier than the GPU's: a clear says nothing about offloaded
-blocks.
+blocks. What it speaks of such a tier later on shows that some of those may have been lost as well: then the
+picture is incomplete again.
 
 Every change of state is one log line with its cause and its remedy, and so is another cause for being down;
 nothing else is logged here.
@@ -209,6 +210,7 @@ class Registry:
         source.block_size = self.pods[source.pod].spec.block_size
         source.chunk_sizes.clear()
         source.offloads = False
+        source.cleared_loss = ""
         self._change(source, cause, incomplete=False)
         self._publish(source)
 
@@ -232,7 +234,15 @@ class Registry:
         """The engine reset its prefix cache: the GPU picture is true again, other tiers are as they were."""
         self._index.clear(source.index_id, tier=Tier.GPU)
         if not source.offloads:
+            source.cleared_loss = source.loss_cause or source.cleared_loss
             self._change(source, "the engine cleared its prefix cache", incomplete=False)
+
+    def offload(self, source: Source) -> None:
+        """It speaks of another tier than the GPU's."""
+        source.offloads = True
+        if source.cleared_loss:
+            self.lose(source, f"a clear says nothing of its other tiers: {source.cleared_loss}")
+            source.cleared_loss = ""
 
     def set_stream(self, source: Source, stream: SourceState, cause: str) -> None:
         assert stream is not SourceState.DEGRADED, "a loss is told by `lose`"

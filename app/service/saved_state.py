@@ -62,6 +62,7 @@ class SavedSource(msgspec.Struct, frozen=True):
     stream: str = SourceState.LIVE.value
     stream_cause: str = ""
     newest_ts: float | None = None
+    cleared_loss: str = ""
 
 
 class SavedPod(msgspec.Struct, frozen=True):
@@ -177,6 +178,7 @@ def _describe_source(source: Source, index: Index, now_s: float) -> SavedSource:
         stream=source.stream.value,
         stream_cause=source.stream_cause,
         newest_ts=source.newest_ts,
+        cleared_loss=source.cleared_loss,
     )
 
 
@@ -207,9 +209,12 @@ def adopt(
             with contextlib.suppress(LimitExceeded):  # dp_ranks_max is smaller than it was
                 adopted.append((known, registry.source(pod.spec.name, known.dp_rank)))
     adopted.sort(key=lambda pair: -(pair[0].heard_s_ago or 0.0))
+    in_log = bool(state.log)
     for known, source in adopted:
-        _restore_source(registry, source, known, elapsed_s, in_log=bool(state.log))
-    sources = {known.id: source.index_id for known, source in adopted if _may_hold(registry, source)}
+        _restore_source(registry, source, known, elapsed_s, in_log=in_log)
+    sources = {
+        known.id: source.index_id for known, source in adopted if in_log or _may_hold(registry, source)
+    }
     contexts = {c.id: index.context(c.model, c.lora, c.block_size, now) for c in state.contexts}
     living = {context.id for context in index.contexts()}  # contexts_max may be smaller than it was
     places = [
@@ -266,6 +271,7 @@ def _pod(registry: Registry, saved: SavedPod, configured: frozenset[str]) -> Pod
 
 
 def _may_hold(registry: Registry, source: Source) -> bool:
+    """Where no log says what came since."""
     follows = registry.pods[source.pod].spec.zmq_endpoint is not None
     return not follows or (source.last_seq is not None and source.last_digest is not None)
 
@@ -279,12 +285,13 @@ def _restore_source(
     source.newest_ts = saved.newest_ts
     if in_log:
         registry.set_stream(source, SourceState(saved.stream), saved.stream_cause)
-    if not _may_hold(registry, source):
+    elif not _may_hold(registry, source):
         source.last_seq = None
         return
     source.block_size = saved.block_size
     source.chunk_sizes.update({Tier(tier): size for tier, size in saved.chunk_sizes.items()})
     source.offloads = saved.offloads
+    source.cleared_loss = saved.cleared_loss
     registry.restore(source, None if saved.heard_s_ago is None else saved.heard_s_ago + elapsed_s)
     if saved.loss_cause is not None:
         registry.lose(source, f"restored so: {saved.loss_cause}")

@@ -419,6 +419,24 @@ def test_clear_does_not_heal_a_source_that_offloads(bench: Bench) -> None:
     assert (bench.state(), bench.depth()) == (SourceState.LIVE, 0)
 
 
+@pytest.mark.parametrize("shows", [stored(0, tier=Tier.CPU), removed(900, tier=Tier.DISK)])
+def test_a_source_that_turns_out_to_offload_was_not_healed_by_a_clear(bench: Bench, shows: Event) -> None:
+    """What was lost before the clear may have been of the other tier."""
+    bench.post(stored(0), seq=0)
+    bench.post(seq=2)
+    bench.post(AllBlocksCleared(), seq=3)
+    assert bench.state() is SourceState.LIVE
+    bench.post(shows, seq=4)
+    source = bench.service.pod("a").sources[0]
+    assert bench.state() is SourceState.DEGRADED
+    assert source.cause == "a clear says nothing of its other tiers: batches 1 to 1 never came"
+    bench.post(AllBlocksCleared(), seq=5)
+    assert bench.state() is SourceState.DEGRADED
+    bench.service.reset_source("a", 0, restarted=True)
+    bench.post(stored(0, tier=Tier.CPU), seq=0)
+    assert bench.state() is SourceState.LIVE, "what another run lost is no matter"
+
+
 def test_batch_without_a_usable_event_is_refused_whole(bench: Bench) -> None:
     with pytest.raises(BatchRejected, match="event 0: no such event") as caught:
         bench.post(rejected=(BAD,), seq=0)

@@ -1,5 +1,5 @@
-"""Bounds on one HTTP connection that uvicorn does not have: how long a head, a body and an answer may take, and how
-long a head may be.
+"""Bounds on HTTP connections that uvicorn does not have: how long a head, a body and an answer may take, how long a
+head may be, and how many connections there may be.
 
 A client that sends a byte a minute, or reads none, holds a connection, its buffers and at times a bounded place (a
 dump, the live feed) for as long as it likes. So once a second every connection is looked at: what it has been doing
@@ -7,7 +7,9 @@ since when. A timer a request would cost every request; this costs them nothing,
 some tenths of a millisecond a second. The bounds are therefore kept to the second.
 
 uvicorn's parser also keeps a head, and what follows the last chunk of a body, however long they are; here bytes that
-bring no body further are counted as they come.
+bring no body further are counted as they come. Where uvicorn meets its bound on connections, it turns away whoever
+asks next: idle connections would shut out those that are at work. Here it is the connections that came past
+`connections_max` whose requests are refused (app/api/crowd.py).
 
 Refused: 408 and 431, where no answer has begun; else the connection just ends. Idle connections between two requests
 are uvicorn's (`keep_alive_s`); so is the time of a TLS handshake (60 s), which ends before any of this begins.
@@ -15,8 +17,10 @@ are uvicorn's (`keep_alive_s`); so is the time of a TLS handshake (60 s), which 
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import http
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -26,6 +30,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from app.body_room import BodyRoom
 from app.config import Settings
 from app.one_write import OneWriteProtocol
+
+logger = logging.getLogger(__name__)
+
+SURPLUS = "kvindexer.surplus"  # in the scope of a request whose connection is one too many
 
 
 class Doing(enum.Enum):
@@ -41,6 +49,8 @@ class ConnectionLimits:
     """The bounds of all connections of one server, and how often they were met."""
 
     def __init__(self, settings: Settings) -> None:
+        self.connections_max = settings.connections_max
+        self.open = 0
         self.head_bytes_max = settings.head_bytes_max
         self.body_room = BodyRoom(settings.bodies_bytes_max)
         self.body_bytes_max = settings.body_bytes_max
@@ -51,13 +61,32 @@ class ConnectionLimits:
             Doing.REST: settings.keep_alive_s,
         }
         counted = [doing for doing in Doing if doing is not Doing.REST]
-        self._counts = {"heads_too_long": 0, **{f"{doing.value}_timeouts": 0 for doing in counted}}
+        self._counts = {
+            "refused": 0,
+            "heads_too_long": 0,
+            **{f"{doing.value}_timeouts": 0 for doing in counted},
+        }
+
+    def gauges(self) -> Mapping[str, int]:
+        return {"open": self.open}
 
     def counters(self) -> Mapping[str, int]:
         return self._counts
 
     def count(self, name: str) -> None:
         self._counts[name] += 1
+
+    def refuse(self) -> str:
+        """A request of a connection past `connections_max`; why, for the one who is told."""
+        self.count("refused")
+        refused = self._counts["refused"]
+        if refused.bit_count() == 1:  # the 1st, 2nd, 4th ...: whoever comes so often would fill the log
+            logger.warning(
+                "more connections than connections_max = %d: %d requests refused",
+                self.connections_max,
+                refused,
+            )
+        return f"there are more connections than connections_max = {self.connections_max}"
 
     def sweep(self, connections: Iterable[object], now_s: float) -> None:
         """Ends those that have been doing one thing for too long."""
@@ -72,6 +101,7 @@ class BoundedProtocol(OneWriteProtocol):
     def __init__(self, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(**options)
         self._limits = limits
+        self._is_surplus = False
         self._loose_bytes = (
             0  # since the last byte of a body: of a head, of trailers, of a body that nobody reads
         )
@@ -80,6 +110,22 @@ class BoundedProtocol(OneWriteProtocol):
         self._request: object = None  # held, so that no other can be taken for it
         self._progress = (0, 0)
         self._since_s = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._limits.open += 1
+        self._is_surplus = self._limits.open > self._limits.connections_max
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._limits.open -= 1
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._is_surplus:
+            self._is_surplus = self._limits.open > self._limits.connections_max
+            if self._is_surplus:
+                self.scope[SURPLUS] = True  # type: ignore[typeddict-unknown-key]
 
     def data_received(self, data: bytes) -> None:
         cycle = self.cycle

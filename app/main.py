@@ -33,6 +33,7 @@ from app.api import (
 )
 from app.api.access import Access
 from app.api.body_bound import BodyBound
+from app.api.crowd import Crowd
 from app.api.observation import RequestObservation
 from app.api.short_cut import ShortCut
 from app.api.short_way import ShortWay
@@ -129,7 +130,7 @@ def _set_front(app: Application, parts: Parts, wiring: Wiring, *, short_way: boo
         access = Access(front, keys=parts.keys, clock=wiring.clock, page=functools.partial(pages.page, 401))
         front = access
     observation = RequestObservation(
-        front,
+        Crowd(front, parts.connections),
         metrics=parts.metrics,
         access_log_every=parts.settings.access_log_every,
         spans=parts.spans,

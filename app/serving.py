@@ -60,7 +60,6 @@ def run(settings: Settings) -> bool:
             log_level=settings.log_level,
             access_log=False,
             server_header=False,
-            limit_concurrency=settings.connections_max,
             timeout_keep_alive=settings.keep_alive_s,
             timeout_graceful_shutdown=settings.shutdown_grace_s + _CUT_GRACE_S,
         ),

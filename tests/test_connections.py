@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from app.config import Settings
+from app.connections import ConnectionLimits
 from tests.test_serving import DEADLINE_S, connected, metric, serving
 
 HEAD = b"POST /v1/match HTTP/1.1\r\nHost: indexer\r\nContent-Type: application/json\r\n"
@@ -238,3 +240,45 @@ def test_large_bodies_of_many_pieces_are_no_head(port: int) -> None:
     with connected(port) as connection:
         connection.request("POST", "/v1/match?model=m", tokens, {"Content-Type": "application/octet-stream"})
         assert connection.getresponse().status == 200
+
+
+def test_connections_past_the_bound_are_told_so_and_the_others_go_on() -> None:
+    """Those who only hold a connection shut out nobody who was there before, no probe, and not the figures."""
+    ask = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+    with serving("serve", "--port", "0", KVINDEXER_CONNECTIONS_MAX="4") as (_, port):
+        with contextlib.ExitStack() as opened:
+            early, *_ = [opened.enter_context(wire_to(port)) for _ in range(4)]
+            for turn in range(1, 4):
+                early.sendall(ask)
+                assert read_head_and_body(early)[0] == 200
+                with wire_to(port) as late:
+                    late.sendall(b"GET /healthz HTTP/1.1\r\nHost: indexer\r\n\r\n")
+                    assert read_head_and_body(late)[0] == 200
+                    late.sendall(ask)
+                    head, _, body = read_all(late).partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 503 ")
+                assert b"\r\nretry-after: 1\r\n" in head
+                assert b"\r\nx-request-id: " in head
+                problem = json.loads(body)
+                assert problem["type"] == "urn:kvindexer:problem:too-many-connections"
+                assert problem["bound"] == "connections_max"
+                assert count(port, "refused") == turn
+            wait_for_open(port, 4 + 1)  # whoever asks for the figure
+        wait_for_open(port, 1)
+        with wire_to(port) as wire:
+            wire.sendall(ask)
+            assert read_head_and_body(wire)[0] == 200
+
+
+def wait_for_open(port: int, connections: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while (seen := metric(port, "kvindexer_connections_open")) != connections:
+        assert time.monotonic() < deadline, seen
+
+
+def test_a_crowd_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    limits = ConnectionLimits(Settings(connections_max=4))
+    for _ in range(1_000):
+        limits.refuse()
+    assert limits.counters()["refused"] == 1_000
+    assert len(caplog.records) == 10, "the 1st, 2nd, 4th ... 512th"

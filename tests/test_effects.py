@@ -107,6 +107,20 @@ assert len(told.owners.all()) == 10_000 and all(info.blocks == 1 for info in tol
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=DEADLINE_S)
 
 
+def test_owners_for_whom_there_is_no_room_are_not_looked_for_among_all() -> None:
+    """In a process that can be ended: it would take two minutes."""
+    script = """
+import msgspec
+from tests.test_effects import post, prefixes, service
+names = [number * 0x9E3779B97F4A7C15 % 2**64 for number in range(1, 10_001)]
+told = service(fuzzy=True, owners_max=10_000)
+said = [{"owner": f"owner-{name}", "blocks": [name]} for name in names]
+post(told, prefixes(*names, owners=msgspec.json.encode(said)))
+assert not any(told.owners.has_room_for(f"late-{number}") for number in range(100_000))
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=DEADLINE_S)
+
+
 def test_owners_of_a_dump_past_the_bound_are_left_out_and_counted_and_their_blocks_are_not() -> None:
     told = service(fuzzy=True, owners_max=1)
     said = [

@@ -152,7 +152,7 @@ def _counted(parts: Parts) -> dict[str, tuple[Count, Count]]:
         "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
         "owners": (service.owners.gauges, service.owners.counters),
         "access": (parts.keys.gauges, parts.keys.counters),
-        "connections": (dict, parts.connections.counters),
+        "connections": (parts.connections.gauges, parts.connections.counters),
         "bodies": (parts.connections.body_room.gauges, parts.connections.body_room.counters),
     }
 

@@ -229,7 +229,9 @@ class Settings(BaseSettings):
         15.0, gt=0, description="Seconds of silence after which the live feed sends a comment."
     )
     connections_max: int = Field(
-        10_000, ge=1, description="HTTP connections and requests in progress; past it 503."
+        10_000,
+        ge=1,
+        description="HTTP connections; past it 503 for whoever comes, but for probes and metrics.",
     )
     keep_alive_s: int = Field(75, ge=1, description="Seconds that an idle HTTP connection is kept.")
     shutdown_grace_s: int = Field(

@@ -159,6 +159,7 @@ class PrefixIndex {
     remains_ = true;
   }
   std::vector<std::pair<uint32_t, uint64_t>> owner_claims() const { return owners_.owners(); }
+  std::vector<uint32_t> unclaimed_owners() const { return owners_.unclaimed(); }
 
   // -- events (owner 0: none)
 

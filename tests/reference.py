@@ -134,6 +134,9 @@ class ReferenceIndex:
     def owner_claims(self) -> dict[int, int]:
         return {owner: sum(owner in owners for owners in self._claims.values()) for owner in self._owners}
 
+    def unclaimed_owners(self) -> list[int]:
+        return [owner for owner, claims in self.owner_claims().items() if claims == 0]
+
     def add_source(self) -> int:
         source = next(self._source_ids)
         self._sources.add(source)

@@ -94,7 +94,8 @@ owners
   it does not take the context, nobody claims anything.
 holdings(context, prefix_hashes)
   For each prefix that has an entry, by place: (source, owner) of every slot that holds it and every owner that claims
-  it there, and (source, 0) of a slot where nobody does. `owner_claims`: how many each owner has, swept or not.
+  it there, and (source, 0) of a slot where nobody does. `owner_claims`: how many each owner has, swept or not;
+  `unclaimed_owners`: those that have none, at no cost where there are none.
 owners_at(source, context, tier, group, prefix_hashes)
   For each prefix, by place: every owner that claims it in that slot, expired or not.
 
@@ -317,6 +318,9 @@ class PrefixIndex:
 
     def owner_claims(self) -> dict[int, int]:
         return dict(self._core.owner_claims())
+
+    def unclaimed_owners(self) -> list[int]:
+        return self._core.unclaimed_owners()
 
     def add_source(self) -> int:
         return self._core.add_source()

@@ -42,6 +42,7 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} 
 }
 # They say at `info` every request that this process makes; the loads of pods are asked for once a second.
 _CHATTY = ("httpx", "httpcore")
+_OF_PEERS = ("uvicorn.error", "app.connections")  # their warnings are what peers do wrong
 
 
 def configure(level: LogLevel, form: LogFormat, stream: TextIO | None = None) -> None:
@@ -52,15 +53,16 @@ def configure(level: LogLevel, form: LogFormat, stream: TextIO | None = None) ->
     logging.captureWarnings(True)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
-    server = logging.getLogger("uvicorn.error")
-    if not any(isinstance(known, Rarely) for known in server.filters):
-        server.addFilter(Rarely())
+    for name in _OF_PEERS:
+        logger = logging.getLogger(name)
+        if not any(isinstance(known, Rarely) for known in logger.filters):
+            logger.addFilter(Rarely())
 
 
 class Rarely(logging.Filter):
     """Passes the 1st, 2nd, 4th, 8th ... warning of each place in the code, with the count.
 
-    For the HTTP server, whose warnings are what its peers do wrong: whoever can connect could fill a disk.
+    For the HTTP server: whoever can connect could fill a disk.
     """
 
     def __init__(self) -> None:

@@ -192,8 +192,11 @@ class Effects:
         names = array.array("Q", event.block_hashes)
         prefixes = array.array("Q", event.prefix_hashes)
         copies = None if event.copies is None else array.array("Q", event.copies)
+        places_of: dict[int, list[int]] = {}
+        for place, name in enumerate(names):
+            places_of.setdefault(name, []).append(place)
         for owner, blocks in read_owners(event.owners or b""):
-            places = [place for place, name in enumerate(names) if name in blocks]
+            places = sorted(place for name in blocks for place in places_of.get(name, ()))
             if not places:
                 continue
             if not self._owners.has_room_for(owner):

@@ -162,9 +162,8 @@ class Owners:
         return {"refused": self.refused}
 
     def _forget_unclaimed(self) -> None:
-        for number, claims in self._index.owner_claims().items():
-            if claims == 0:
-                self._forget(self._names[number])
+        for number in self._index.unclaimed_owners():
+            self._forget(self._names[number])
 
     def _forget(self, name: str) -> None:
         number = self._numbers.pop(name)

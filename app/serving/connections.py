@@ -1,13 +1,17 @@
-"""Bounds on one HTTP connection that uvicorn does not have: how long a head, a body and an answer may take, and how
-long a head may be.
+"""Bounds on HTTP connections that uvicorn does not have: how long a head, a body and an answer may take, how long a
+head may be, and how many connections there may be.
 
 A client that sends a byte a minute, or reads none, holds a connection, its buffers and at times a bounded place (a
 dump, the live feed) for as long as it likes. So once a second every connection is looked at: what it has been doing
-since when. A timer a request would cost every request; this costs them nothing, and a thousand idle connections
-some tenths of a millisecond a second. The bounds are therefore kept to the second.
+since when. A timer a request would cost every request; this costs them nothing, and an idle connection 1.5 us a second,
+in TURNS slices, or 10,000 of them would hold up all requests for 15 ms. The bounds are therefore kept to the second.
 
 uvicorn's parser also keeps a head, and what follows the last chunk of a body, however long they are; here bytes that
-bring no body further are counted as they come.
+bring no body further are counted as they come. Where uvicorn meets its bound on connections, it turns away whoever
+asks next: idle connections would shut out those that are at work. Here it is the connections that came past
+`connections_max` whose requests are refused. And where a request offers an upgrade (the HTTP client of Java does,
+unless told otherwise), uvicorn's parser takes its body for another protocol, and then for the next request. Either
+refusal is only marked here: app/api/turned_away.py makes an answer of it.
 
 Refused: 408 and 431, where no answer has begun; else the connection just ends. Idle connections between two requests
 are uvicorn's (`keep_alive_s`); so is the time of a TLS handshake (60 s), which ends before any of this begins.
@@ -15,8 +19,10 @@ are uvicorn's (`keep_alive_s`); so is the time of a TLS handshake (60 s), which 
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import http
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -26,6 +32,19 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from app.config import Settings
 from app.serving.body_room import BodyRoom
 from app.serving.one_write import OneWriteProtocol
+
+logger = logging.getLogger(__name__)
+
+TURNS = 10  # in which each connection is looked at once
+
+REFUSAL = "kvindexer.refusal"  # in the scope of a request
+
+
+class Refusal(enum.Enum):
+    """Why a connection does not take a request."""
+
+    CROWD = enum.auto()
+    UPGRADE = enum.auto()
 
 
 class Doing(enum.Enum):
@@ -41,6 +60,9 @@ class ConnectionLimits:
     """The bounds of all connections of one server, and how often they were met."""
 
     def __init__(self, settings: Settings) -> None:
+        self.connections_max = settings.connections_max
+        self._turns: list[set[BoundedProtocol]] = [set() for _ in range(TURNS)]
+        self._turn = 0
         self.head_bytes_max = settings.head_bytes_max
         self.body_room = BodyRoom(settings.bodies_bytes_max)
         self.body_bytes_max = settings.body_bytes_max
@@ -51,7 +73,24 @@ class ConnectionLimits:
             Doing.REST: settings.keep_alive_s,
         }
         counted = [doing for doing in Doing if doing is not Doing.REST]
-        self._counts = {"heads_too_long": 0, **{f"{doing.value}_timeouts": 0 for doing in counted}}
+        self._counts = {
+            "refused": 0,
+            "heads_too_long": 0,
+            **{f"{doing.value}_timeouts": 0 for doing in counted},
+        }
+
+    @property
+    def is_crowded(self) -> bool:
+        return self._open() > self.connections_max
+
+    def add(self, connection: BoundedProtocol) -> set[BoundedProtocol]:
+        """The set that it is to be taken out of when it ends."""
+        turn = min(self._turns, key=len)
+        turn.add(connection)
+        return turn
+
+    def gauges(self) -> Mapping[str, int]:
+        return {"open": self._open()}
 
     def counters(self) -> Mapping[str, int]:
         return self._counts
@@ -59,11 +98,21 @@ class ConnectionLimits:
     def count(self, name: str) -> None:
         self._counts[name] += 1
 
-    def sweep(self, connections: Iterable[object], now_s: float) -> None:
-        """Ends those that have been doing one thing for too long."""
-        for connection in list(connections):
-            if isinstance(connection, BoundedProtocol):
-                connection.look(now_s)
+    def refuse(self) -> str:
+        """A request of a connection past `connections_max`; why, for the one who is told."""
+        self.count("refused")
+        detail = f"there are more connections than connections_max = {self.connections_max}"
+        logger.warning("a request is refused: %s", detail)
+        return detail
+
+    def sweep(self, now_s: float) -> None:
+        """Ends those that have been doing one thing for too long, of the connections whose turn it is."""
+        self._turn = (self._turn + 1) % TURNS
+        for connection in list(self._turns[self._turn]):
+            connection.look(now_s)
+
+    def _open(self) -> int:
+        return sum(map(len, self._turns))
 
 
 class BoundedProtocol(OneWriteProtocol):
@@ -72,6 +121,8 @@ class BoundedProtocol(OneWriteProtocol):
     def __init__(self, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(**options)
         self._limits = limits
+        self._turn: set[BoundedProtocol] = set()
+        self._is_surplus = False
         self._loose_bytes = (
             0  # since the last byte of a body: of a head, of trailers, of a body that nobody reads
         )
@@ -80,6 +131,29 @@ class BoundedProtocol(OneWriteProtocol):
         self._request: object = None  # held, so that no other can be taken for it
         self._progress = (0, 0)
         self._since_s = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._turn = self._limits.add(self)
+        self._is_surplus = self._limits.is_crowded
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._turn.discard(self)
+        super().connection_lost(exc)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        scope: dict[str, Any] = self.scope  # type: ignore[assignment]
+        if self._is_surplus:
+            self._is_surplus = self._limits.is_crowded
+            if self._is_surplus:
+                scope[REFUSAL] = Refusal.CROWD
+        if self.parser.should_upgrade() and _has_body(self.headers):
+            scope[REFUSAL] = Refusal.UPGRADE
+            self.flow.pause_reading()  # for good: the answer closes the connection
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing for the log: it was only an offer."""
 
     def data_received(self, data: bytes) -> None:
         cycle = self.cycle
@@ -158,6 +232,13 @@ class BoundedProtocol(OneWriteProtocol):
         elif self.scope is not None and self._is_in_head():
             self.transport.write(_problem(status, detail, bound))
         self.transport.close()
+
+
+def _has_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0") != b"")
+        for name, value in headers
+    )
 
 
 def _problem(status: int, detail: str, bound: str) -> bytes:

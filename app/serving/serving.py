@@ -31,7 +31,7 @@ from app.serving.tls import ServerTls, server_tls
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 2_048
-_TICKS_A_LOOK = 10  # uvicorn ticks ten times a second
+_TICKS_A_SECOND = 10  # uvicorn's
 _CUT_GRACE_S = 1  # for what serves a connection to see that it was cut
 
 
@@ -61,7 +61,6 @@ def run(settings: Settings) -> bool:
             log_level=settings.log_level,
             access_log=False,
             server_header=False,
-            limit_concurrency=settings.connections_max,
             timeout_keep_alive=settings.keep_alive_s,
             timeout_graceful_shutdown=settings.shutdown_grace_s + _CUT_GRACE_S,
         ),
@@ -121,10 +120,9 @@ class _Server(uvicorn.Server):
             print(f"kvindexer {__version__} listens on {self._address}", flush=True)
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % _TICKS_A_LOOK == 0:
-            self._limits.sweep(self.server_state.connections, time.monotonic())
-            if self._tls is not None:
-                self._tls.renew()
+        self._limits.sweep(time.monotonic())
+        if self._tls is not None and counter % _TICKS_A_SECOND == 0:
+            self._tls.renew()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

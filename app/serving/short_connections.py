@@ -117,8 +117,8 @@ class ShortConnection(BoundedProtocol):
             if len(self._held) < self._whole_bytes:
                 return
             data, request = self._let_go(), self._held_request
-            if len(data) > self._whole_bytes or not self._answers_at_once(request, data, was_held=True):
-                self._take_over(data)
+            if len(data) > self._whole_bytes or not self._answers_at_once(request, data):
+                self._leave_to_uvicorn(data)
             return
         if self._is_free():
             request = self._find(data)
@@ -138,10 +138,7 @@ class ShortConnection(BoundedProtocol):
                 return False
             if (scope is not None and "method" not in scope) or self._upgraded:
                 return False
-        bound = self.limit_concurrency
-        if bound is not None and (len(self.connections) >= bound or len(self.tasks) >= bound):
-            return False
-        return not self.flow.write_paused and not self.transport.is_closing()
+        return not (self._is_surplus or self.flow.write_paused or self.transport.is_closing())
 
     def _find(self, data: bytes) -> Any:
         """The request that these bytes begin and nothing follows, where it is one for the short cut."""
@@ -171,7 +168,7 @@ class ShortConnection(BoundedProtocol):
         self._limits.body_room.give_back(len(data))
         return data
 
-    def _answers_at_once(self, request: Any, data: bytes, *, was_held: bool = False) -> bool:
+    def _answers_at_once(self, request: Any, data: bytes) -> bool:
         state = self.server_state
         if state.default_headers is not self._headers_of_all:
             self._headers_of_all = state.default_headers
@@ -192,7 +189,7 @@ class ShortConnection(BoundedProtocol):
             return False
         usual, self.app = self.app, self._counted(answer, len(data))
         try:
-            (self._take_over if was_held else self._leave_to_uvicorn)(data)  # which makes a task of it
+            self._leave_to_uvicorn(data)  # which makes a task of it
         finally:
             self.app = usual
         return True
@@ -213,17 +210,6 @@ class ShortConnection(BoundedProtocol):
     def _leave_to_uvicorn(self, data: bytes) -> None:
         self._flush()
         super().data_received(data)
-
-    def _take_over(self, data: bytes) -> None:
-        """A request that was waited for becomes uvicorn's. It was let in when its head came, so however many came in
-        since, it is not turned away; what is behind it is as any other."""
-        bound, self.limit_concurrency = self.limit_concurrency, None
-        try:
-            super().data_received(data[: self._whole_bytes])
-        finally:
-            self.limit_concurrency = bound
-        if len(data) > self._whole_bytes:
-            super().data_received(data[self._whole_bytes :])
 
     def _flush(self) -> None:
         """The answer before goes out before whatever comes now."""
@@ -248,7 +234,7 @@ class ShortConnection(BoundedProtocol):
     def _hand_over(self) -> None:
         """The request that is waited for is uvicorn's from now on, which knows how to end one in its middle."""
         if self._held is not None:
-            self._take_over(self._let_go())
+            self._leave_to_uvicorn(self._let_go())
 
     def _unsupported_upgrade_warning(self) -> None:
         self._upgraded = True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import array
 import json
+import subprocess
+import sys
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from app import _native
+from tests.test_serving import DEADLINE_S
 
 _WIDTHS = {"token_ids": "I", "prefix_hashes": "Q", "block_hashes": "Q"}
 
@@ -157,3 +160,14 @@ def test_children_are_counted(document: Any) -> None:
     if expected is not None:
         assert _native.json_child_count(body, 100) == expected
         assert _native.json_child_count(body, 1) == min(expected, 2)
+
+
+def test_a_body_of_escapes_is_read_in_one_pass() -> None:
+    """In a process that can be ended: where each escape is a pass of its own, 16 MiB of them take ten minutes."""
+    script = """
+from app import _native
+text = b'{"model":"' + b"\\\\" * (8 << 20) + b'","token_ids":[1]}'
+assert _native.json_cut(text, 1, 1) is not None
+assert _native.json_child_count(text, 64) == 2
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=DEADLINE_S)

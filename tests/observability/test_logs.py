@@ -18,9 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.config import LogFormat
+from app.config import LogFormat, Settings
 from app.observability import logs
 from app.observability.correlation import CURRENT, Correlation, Trace
+from app.serving.connections import ConnectionLimits
 from tests.api.conftest import stored
 from tests.serving.test_serving import ROOT, send_raw, serving
 
@@ -32,7 +33,10 @@ REQUEST = Correlation("r-1", Trace("ab" * 16, "cd" * 8, True))
 @pytest.fixture
 def untouched() -> Iterator[None]:
     """Loggers at their defaults, and afterwards as they were before."""
-    loggers = [logging.getLogger(name) for name in ("", "uvicorn", "uvicorn.error", "httpx", "httpcore")]
+    loggers = [
+        logging.getLogger(name)
+        for name in ("", "uvicorn", "uvicorn.error", "app.connections", "httpx", "httpcore")
+    ]
     before = [(one.handlers[:], one.filters[:], one.propagate, one.level) for one in loggers]
     for one in loggers[1:]:  # a server that an earlier test ran has set them up in its own way
         one.handlers[:], one.filters[:], one.propagate = [], [], True
@@ -244,3 +248,14 @@ def test_what_a_peer_does_wrong_is_said_ever_more_rarely() -> None:
     lines = [json.loads(line) for line in text.splitlines()]
     said = [line["message"] for line in lines if line["level"] == "warning"]
     assert said == [f"Invalid HTTP request received. ({count} in all)" for count in (1, 2, 4, 8)]
+
+
+@pytest.mark.usefixtures("untouched")
+def test_a_crowd_does_not_fill_the_log() -> None:
+    said = io.StringIO()
+    logs.configure("info", "console", said)
+    limits = ConnectionLimits(Settings(connections_max=4))
+    for _ in range(1_000):
+        limits.refuse()
+    assert limits.counters()["refused"] == 1_000
+    assert len(said.getvalue().splitlines()) == 10, "the 1st, 2nd, 4th ... 512th"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+import subprocess
+import sys
 from typing import Any
 
 import msgspec
@@ -15,6 +17,7 @@ from app.index.prefix_index import PrefixIndex
 from app.pods import Source
 from app.service import BatchResult, IndexerService, MatchQuery, index_limits
 from app.service.fuzzy_queries import fuzzy_index
+from tests.serving.test_serving import DEADLINE_S, ROOT
 
 SIZE = 16
 
@@ -88,6 +91,34 @@ def test_a_dump_of_another_tier_tells_that_the_source_offloads() -> None:
     assert not source(told).offloads
     post(told, prefixes(3, tier=Tier.DISK))
     assert source(told).offloads
+
+
+def test_owners_of_a_dump_do_not_each_look_through_all_its_blocks() -> None:
+    """In a process that can be ended: it would take a minute and a half."""
+    script = """
+import msgspec
+from tests.test_effects import post, prefixes, service
+names = [number * 0x9E3779B97F4A7C15 % 2**64 for number in range(1, 120_001)]
+told = service(fuzzy=True, owners_max=10_000)
+said = [{"owner": f"owner-{name}", "blocks": [name]} for name in names[:10_000]]
+post(told, prefixes(*names, owners=msgspec.json.encode(said)))
+assert len(told.owners.all()) == 10_000 and all(info.blocks == 1 for info in told.owners.all())
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=DEADLINE_S)
+
+
+def test_owners_for_whom_there_is_no_room_are_not_looked_for_among_all() -> None:
+    """In a process that can be ended: it would take two minutes."""
+    script = """
+import msgspec
+from tests.test_effects import post, prefixes, service
+names = [number * 0x9E3779B97F4A7C15 % 2**64 for number in range(1, 10_001)]
+told = service(fuzzy=True, owners_max=10_000)
+said = [{"owner": f"owner-{name}", "blocks": [name]} for name in names]
+post(told, prefixes(*names, owners=msgspec.json.encode(said)))
+assert not any(told.owners.has_room_for(f"late-{number}") for number in range(100_000))
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=DEADLINE_S)
 
 
 def test_owners_of_a_dump_past_the_bound_are_left_out_and_counted_and_their_blocks_are_not() -> None:

@@ -238,3 +238,65 @@ def test_large_bodies_of_many_pieces_are_no_head(port: int) -> None:
     with connected(port) as connection:
         connection.request("POST", "/v1/match?model=m", tokens, {"Content-Type": "application/octet-stream"})
         assert connection.getresponse().status == 200
+
+
+def test_connections_past_the_bound_are_told_so_and_the_others_go_on() -> None:
+    """Those who only hold a connection shut out nobody who was there before, no probe, and not the figures."""
+    ask = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+    with serving("serve", "--port", "0", KVINDEXER_CONNECTIONS_MAX="4") as (_, port):
+        with contextlib.ExitStack() as opened:
+            early, *_ = [opened.enter_context(wire_to(port)) for _ in range(4)]
+            for turn in range(1, 4):
+                early.sendall(ask)
+                assert read_head_and_body(early)[0] == 200
+                with wire_to(port) as late:
+                    late.sendall(b"GET /healthz HTTP/1.1\r\nHost: indexer\r\n\r\n")
+                    assert read_head_and_body(late)[0] == 200
+                    late.sendall(ask)
+                    head, _, body = read_all(late).partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 503 ")
+                assert b"\r\nretry-after: 1\r\n" in head
+                assert b"\r\nx-request-id: " in head
+                problem = json.loads(body)
+                assert problem["type"] == "urn:kvindexer:problem:too-many-connections"
+                assert problem["bound"] == "connections_max"
+                assert count(port, "refused") == turn
+            wait_for_open(port, 4 + 1)  # whoever asks for the figure
+        wait_for_open(port, 1)
+        with wire_to(port) as wire:
+            wire.sendall(ask)
+            assert read_head_and_body(wire)[0] == 200
+
+
+def wait_for_open(port: int, connections: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while (seen := metric(port, "kvindexer_connections_open")) != connections:
+        assert time.monotonic() < deadline, seen
+
+
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\n"
+INNER = b"DELETE /v1/pods/pod-a HTTP/1.1\r\nHost: indexer\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: %d\r\n\r\n" % len(INNER), b"Transfer-Encoding: chunked\r\n\r\n"]
+)
+@pytest.mark.parametrize("in_one", [True, False])
+def test_a_body_behind_an_offer_to_upgrade_is_no_request(port: int, framing: bytes, in_one: bool) -> None:
+    """The parser leaves the message there; were its body read on, a client of a proxy could hide a request in it."""
+    with wire_to(port) as wire:
+        head = HEAD + OFFER + framing
+        for piece in [head + INNER] if in_one else [head, INNER]:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                wire.sendall(piece)
+        received = read_all(wire)
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert received.count(b"HTTP/1.1 ") == 1
+    assert b"urn:kvindexer:problem:upgrade-with-body" in received
+
+
+def test_an_offer_to_upgrade_without_a_body_is_passed_over(port: int) -> None:
+    with wire_to(port) as wire:
+        for headers in (OFFER, b"Content-Length: 0\r\n" + OFFER, b""):
+            wire.sendall(b"GET /healthz HTTP/1.1\r\nHost: indexer\r\n" + headers + b"\r\n")
+            assert read_head_and_body(wire)[0] == 200

@@ -1,4 +1,4 @@
-"""Requests that their connection has refused already (app/connections.py), and that are told so like any other.
+"""Requests that their connection has refused already (app/serving/connections.py), and that are told so like any other.
 
 Of a connection past `connections_max` probes and metrics are answered all the same: a process whose connections somebody
 has taken up is alive, and whoever looks for the cause has to see it. A body behind an offer to upgrade is refused,
@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api import problems
 from app.api.starting import ALWAYS
-from app.connections import REFUSAL, ConnectionLimits, Refusal
+from app.serving.connections import REFUSAL, ConnectionLimits, Refusal
 
 
 class TurnedAway:

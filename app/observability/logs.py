@@ -42,7 +42,7 @@ _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} 
 }
 # They say at `info` every request that this process makes; the loads of pods are asked for once a second.
 _CHATTY = ("httpx", "httpcore")
-_OF_PEERS = ("uvicorn.error", "app.connections")  # their warnings are what peers do wrong
+_OF_PEERS = ("uvicorn.error", "app.serving.connections")  # their warnings are what peers do wrong
 
 
 def configure(level: LogLevel, form: LogFormat, stream: TextIO | None = None) -> None:

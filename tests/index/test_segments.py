@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from app.index.prefix_index import IndexLimits, PrefixIndex
-from tests.test_serving import DEADLINE_S
+from tests.serving.test_serving import DEADLINE_S
 
 Draw = Callable[[], int]
 

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from app import _native
-from tests.test_serving import DEADLINE_S
+from tests.serving.test_serving import DEADLINE_S
 
 _WIDTHS = {"token_ids": "I", "prefix_hashes": "Q", "block_hashes": "Q"}
 

@@ -35,7 +35,7 @@ def untouched() -> Iterator[None]:
     """Loggers at their defaults, and afterwards as they were before."""
     loggers = [
         logging.getLogger(name)
-        for name in ("", "uvicorn", "uvicorn.error", "app.connections", "httpx", "httpcore")
+        for name in ("", "uvicorn", "uvicorn.error", "app.serving.connections", "httpx", "httpcore")
     ]
     before = [(one.handlers[:], one.filters[:], one.propagate, one.level) for one in loggers]
     for one in loggers[1:]:  # a server that an earlier test ran has set them up in its own way

@@ -97,7 +97,7 @@ def test_owners_of_a_dump_do_not_each_look_through_all_its_blocks() -> None:
     """In a process that can be ended: it would take a minute and a half."""
     script = """
 import msgspec
-from tests.test_effects import post, prefixes, service
+from tests.service.test_effects import post, prefixes, service
 names = [number * 0x9E3779B97F4A7C15 % 2**64 for number in range(1, 120_001)]
 told = service(fuzzy=True, owners_max=10_000)
 said = [{"owner": f"owner-{name}", "blocks": [name]} for name in names[:10_000]]
@@ -111,7 +111,7 @@ def test_owners_for_whom_there_is_no_room_are_not_looked_for_among_all() -> None
     """In a process that can be ended: it would take two minutes."""
     script = """
 import msgspec
-from tests.test_effects import post, prefixes, service
+from tests.service.test_effects import post, prefixes, service
 names = [number * 0x9E3779B97F4A7C15 % 2**64 for number in range(1, 10_001)]
 told = service(fuzzy=True, owners_max=10_000)
 said = [{"owner": f"owner-{name}", "blocks": [name]} for name in names]

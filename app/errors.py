@@ -106,7 +106,11 @@ class Overloaded(IndexerError):
 
 
 class NoRoom(Overloaded):
-    """The bodies of other requests have taken all the room there is; the rest of this one is not read."""
+    """The bodies of other requests have taken all there is, `bound`; the rest of this one is not read."""
+
+    def __init__(self, detail: str, *, bound: str) -> None:
+        super().__init__(detail)
+        self.bound = bound
 
 
 class LogAway(IndexerError):

@@ -34,7 +34,7 @@ class BodyBound:
             more = 0 if is_answered else len(message.get("body", b""))
             if more:
                 if not room.take(more, held=held):
-                    raise NoRoom(room.refuse())
+                    raise NoRoom(room.refuse(), bound="bodies_bytes_max")
                 held += more
             return message
 

@@ -96,7 +96,7 @@ def content_of(error: IndexerError) -> dict[str, Any]:
         faults = error.faults
     elif isinstance(error, UnknownPod):
         faults = [("pod", str(error))]
-    bound = error.bound if isinstance(error, LimitExceeded) else None
+    bound = error.bound if isinstance(error, (LimitExceeded, NoRoom)) else None
     return _content(status, slug, str(error), faults, bound)
 
 

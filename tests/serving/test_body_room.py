@@ -60,6 +60,7 @@ def test_what_finds_no_room_is_refused_and_what_is_in_stays_in(port: int, early:
         assert b"connection: close" in head.lower()
         assert json.loads(problem)["type"] == "urn:kvindexer:problem:no-room"
         assert "bodies_bytes_max = 100000" in json.loads(problem)["detail"]
+        assert json.loads(problem)["bound"] == "bodies_bytes_max"
         assert figure(port, "refused_total") == before + 1
         second.close()
         wait_for_bytes(port, len(PIECE), len(PIECE) + 500)

@@ -12,7 +12,7 @@ from app.cli.connection import AsJson
 from app.cli.prompts import Lora, Model, Salt, Tokens, TokensFile, read_token_ids
 from app.config import Settings
 from app.extra_keys import query_extra_keys
-from app.schemas.fields import BLOCK_SIZE_MAX
+from app.schemas.bounds import BLOCK_SIZE_MAX
 
 
 def hash_prompt(

@@ -12,8 +12,7 @@ import typer
 
 from app.cli import screen
 from app.cli.connection import DEFAULT_URL, ApiKey, AsJson, Connection, Url
-from app.schemas.fields import BLOCK_SIZE_MAX, TOKEN_ID_MAX
-from app.schemas.fuzzy import FUZZY_DISTANCE_MAX, FUZZY_MATCHES_MAX
+from app.schemas.bounds import BLOCK_SIZE_MAX, FUZZY_DISTANCE_MAX, FUZZY_MATCHES_MAX, TOKEN_ID_MAX
 
 Model = Annotated[str, typer.Option("--model", "-m", help="The model's name, as the pods have it.")]
 Lora = Annotated[str | None, typer.Option("--lora", help="LoRA adapter; none is the bare model.")]

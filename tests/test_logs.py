@@ -22,7 +22,8 @@ from app import logs
 from app.config import LogFormat
 from app.correlation import CURRENT, Correlation, Trace
 from tests.api.conftest import stored
-from tests.test_serving import ROOT, send_raw, serving
+from tests.processes import ROOT
+from tests.test_serving import send_raw, serving
 
 STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 CONSOLE_LINE = re.compile(rf"{STAMP} (DEBUG|INFO|WARNING|ERROR|CRITICAL) +[\w.]+: .*")

@@ -27,7 +27,8 @@ from app.correlation import CURRENT
 from app.service import IndexerService
 from app.tracing import Spans
 from tests.api.conftest import Clock, Indexer
-from tests.test_serving import ROOT, finished, serving
+from tests.processes import ROOT
+from tests.test_serving import finished, serving
 from tests.tokenizers import save_tokenizer
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

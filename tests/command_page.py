@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from app import cli
+from app.cli import command_line
 
 PAGE = Path(__file__).parent.parent / "docs" / "commands.md"
 
@@ -29,8 +29,7 @@ standard output and nothing else there. `kvindexer --install-completion` complet
 def commands(command: Any = None, words: tuple[str, ...] = ("kvindexer",)) -> Iterator[tuple[str, Any]]:
     """Every command that does something, with its words, in the order of `--help`."""
     if command is None:
-        cli._add_commands()
-        command = typer.main.get_command(cli.cli)
+        command = typer.main.get_command(command_line())
     below = getattr(command, "commands", None)
     if below is None:
         yield " ".join(words), command

@@ -18,7 +18,8 @@ from app.api import bodies
 from app.api.wiring import Wiring
 from app.errors import InvalidInput
 from app.extra_keys import query_extra_keys
-from app.schemas.fields import BLOCK_SIZE_MAX, NAME_CHARS_MAX, PODS_ASKED_MAX
+from app.schemas.bounds import BLOCK_SIZE_MAX
+from app.schemas.fields import NAME_CHARS_MAX, PODS_ASKED_MAX
 from app.schemas.match import OctetsFields
 from app.service import MatchQuery
 

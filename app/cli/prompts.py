@@ -1,8 +1,7 @@
-"""`kvindexer match`, `route`, `fuzzy` and `hash`: questions about one prompt."""
+"""`kvindexer match`, `route` and `fuzzy`: questions about one prompt."""
 
 from __future__ import annotations
 
-import array
 import json
 import re
 import sys
@@ -13,10 +12,7 @@ import typer
 
 from app.cli import screen
 from app.cli.connection import DEFAULT_URL, ApiKey, AsJson, Connection, Url
-from app.config import Settings
-from app.extra_keys import query_extra_keys
-from app.schemas.fields import BLOCK_SIZE_MAX, TOKEN_ID_MAX
-from app.schemas.fuzzy import FUZZY_DISTANCE_MAX, FUZZY_MATCHES_MAX
+from app.schemas.bounds import BLOCK_SIZE_MAX, FUZZY_DISTANCE_MAX, FUZZY_MATCHES_MAX, TOKEN_ID_MAX
 
 Model = Annotated[str, typer.Option("--model", "-m", help="The model's name, as the pods have it.")]
 Lora = Annotated[str | None, typer.Option("--lora", help="LoRA adapter; none is the bare model.")]
@@ -187,43 +183,6 @@ def fuzzy(
     return _print_reusable(answer)
 
 
-def hash_prompt(
-    model: Model,
-    tokens: Tokens = None,
-    tokens_file: TokensFile = None,
-    lora: Lora = None,
-    cache_salt: Salt = None,
-    block_size: Annotated[int, typer.Option(min=1, max=BLOCK_SIZE_MAX, help="Tokens a block.")] = (
-        Settings.model_fields["block_size_default"].default
-    ),
-    as_json: AsJson = False,
-) -> None:
-    """Prefix hashes of a prompt, computed here: what `prefix_hashes` of a match takes.
-
-    Examples:
-
-        kvindexer hash -m llama-3 --block-size 4 -t "1,2,3,4,5,6,7,8"
-
-        kvindexer hash -m llama-3 --lora tuned --cache-salt tenant-7 -f prompt.json --json
-    """
-    # Imported here: the native core comes with it.
-    from app.hashing import prefix_hashes
-
-    token_ids = _token_ids(tokens, tokens_file)
-    keys = query_extra_keys(None, lora=lora or None, cache_salt=cache_salt)
-    packed = prefix_hashes(model, lora, block_size, array.array("I", token_ids).tobytes(), keys)
-    hashes = array.array("Q", packed).tolist()
-    if as_json:
-        return screen.print_json(
-            {"model": model, "lora": lora or None, "block_size": block_size, "prefix_hashes": hashes}
-        )
-    rows = [
-        (index, f"{index * block_size}-{(index + 1) * block_size - 1}", value)
-        for index, value in enumerate(hashes)
-    ]
-    return screen.print_table(("#block", "tokens", "#prefix hash"), rows)
-
-
 def _served(indexer: Connection) -> set[str]:
     """Models of the registered pods: a misspelt one is held nowhere, which is no fault to the indexer."""
     return {pod["model"] for pod in indexer.get("/v1/pods")["pods"]}
@@ -278,12 +237,12 @@ def _prompt(
     if text is not None and (tokens is not None or tokens_file is not None):
         raise typer.BadParameter("give text or tokens, not both", param_hint="--text")
     body: dict[str, Any] = {"model": model}
-    body |= {"text": text} if text is not None else {"token_ids": _token_ids(tokens, tokens_file)}
+    body |= {"text": text} if text is not None else {"token_ids": read_token_ids(tokens, tokens_file)}
     optional = {"lora": lora, "cache_salt": cache_salt, "block_size": block_size, "pods": pods or None}
     return body | {name: value for name, value in optional.items() if value is not None}
 
 
-def _token_ids(tokens: str | None, tokens_file: Path | None) -> list[int]:
+def read_token_ids(tokens: str | None, tokens_file: Path | None) -> list[int]:
     if (tokens is None) == (tokens_file is None):
         raise typer.BadParameter(
             "give the prompt by one of --tokens and --tokens-file", param_hint="--tokens"

@@ -23,7 +23,6 @@ from typing import Any
 import httpx
 
 from app.config import Settings
-from app.discovery.dns_names import DnsName
 from app.discovery.engine import TIMEOUT_S, learn
 from app.discovery.kubernetes import Account, KubernetesPods
 from app.discovery.pods_file import PodsFile
@@ -51,10 +50,12 @@ def places(settings: Settings, *, file_specs: tuple[PodSpec, ...]) -> list[Place
     if settings.pods_file is not None:
         found.append(PodsFile(settings.pods_file, file_specs, interval_s=interval_s))
     try:
-        found += [
-            DnsName(text, server=settings.discovery_dns_server, interval_s=interval_s)
-            for text in settings.discovery_dns
-        ]
+        if settings.discovery_dns:
+            # Imported here: what asks DNS is a twentieth of the start.
+            from app.discovery.dns_names import DnsName
+
+            server = settings.discovery_dns_server
+            found += [DnsName(text, server=server, interval_s=interval_s) for text in settings.discovery_dns]
         if settings.discovery_kubernetes is not None:
             found.append(
                 KubernetesPods(

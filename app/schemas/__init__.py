@@ -1,7 +1,7 @@
 """The bodies of the HTTP contract, for the service and its OpenAPI document: one file a resource, as in app/api.
 
-fields.py has the types that bodies are made of, with the bounds that commands take from there too; prompts.py has
-what every question about a prompt begins with. The document has every model of every file (app/api/document.py).
+fields.py has the types that bodies are made of, bounds.py the bounds that commands know too; prompts.py has what
+every question about a prompt begins with. The document has every model of every file (app/api/document.py).
 
 Numbers that come by the thousand (token ids, hashes) are declared here for the document and for clients,
 and never validated one by one by these models: the service cuts them out of the raw body

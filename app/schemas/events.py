@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from app.schemas.bounds import BLOCK_SIZE_MAX
 from app.schemas.fields import (
-    BLOCK_SIZE_MAX,
     HASH_MAX,
     Adapter,
     Body,

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from app.schemas.bounds import BLOCK_SIZE_MAX, TOKEN_ID_MAX
+
 NAME_CHARS_MAX = 1_024
 PODS_ASKED_MAX = 10_000
-BLOCK_SIZE_MAX = 65_536
 DP_RANK_MAX = 65_535
-TOKEN_ID_MAX = 2**32 - 1
 HASH_MAX = 2**64 - 1
 
 Name = Annotated[str, Field(min_length=1, max_length=NAME_CHARS_MAX, pattern=r"^[^\x00-\x1f\x7f]+$")]

@@ -6,12 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from app.schemas.bounds import FUZZY_DISTANCE_MAX, FUZZY_MATCHES_MAX
 from app.schemas.fields import Adapter, BlockSize, Body, Name, PrefixHash
 from app.schemas.prompts import TokenIds
 
 EXCLUDED_MAX = 1_024
-FUZZY_DISTANCE_MAX = 8
-FUZZY_MATCHES_MAX = 256
 
 
 class FuzzyFields(Body):

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from app.schemas.fields import PODS_ASKED_MAX, TOKEN_ID_MAX, Body, Name, PrefixHash, StateLabel
+from app.schemas.bounds import TOKEN_ID_MAX
+from app.schemas.fields import PODS_ASKED_MAX, Body, Name, PrefixHash, StateLabel
 from app.schemas.problems import Problem
 from app.schemas.prompts import PromptFields, PromptParts
 

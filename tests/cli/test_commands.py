@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 from app.hashing import prefix_hashes
-from tests.serving.test_serving import DEADLINE_S, ROOT, finished, serving
+from tests.processes import ROOT, Process
+from tests.serving.test_serving import DEADLINE_S, finished, serving, start
 
 TOKENS = "1,2,3,4,5,6,7,8,9"
 
@@ -209,15 +210,9 @@ def test_dump_and_load(url: str, tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def following(url: str, *options: str) -> Iterator[subprocess.Popen[str]]:
+def following(url: str, *options: str) -> Iterator[Process]:
     """`kvindexer events` that listens already."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "app", "events", *options, "--url", url],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start("events", *options, "--url", url)
     try:
         deadline = time.monotonic() + DEADLINE_S
         with httpx.Client(base_url=url) as http:
@@ -334,9 +329,20 @@ def test_help_has_examples(command: list[str]) -> None:
     assert f"kvindexer {' '.join(command)}" in out
 
 
+def test_a_short_command_loads_neither_the_others_nor_what_serves() -> None:
+    script = (
+        "import sys\n"
+        "from app.cli import command_line\n"
+        "command_line(['match'])\n"
+        "unwanted = {'app.cli.serve', 'app.config', 'app.demo', 'app.replay', 'app.schemas.fields', 'pydantic'}\n"
+        "assert not unwanted & set(sys.modules), unwanted & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=DEADLINE_S, check=True)
+
+
 def test_completion() -> None:
     completed = subprocess.run(
-        [sys.executable, "-m", "app"],
+        [Path(sys.executable).with_name("kvindexer")],
         cwd=ROOT,
         env={
             **os.environ,

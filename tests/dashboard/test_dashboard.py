@@ -10,9 +10,6 @@ import os
 import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -20,6 +17,9 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.processes import Process
+from tests.serving.test_serving import start
 
 ARTIFACTS = Path(__file__).parent.parent.parent / "build" / "artifacts" / "dashboard"
 CHROMIUM = shutil.which("chromium")
@@ -45,20 +45,14 @@ class Indexer:
     def __init__(self, **environment: str) -> None:
         self.port = 0
         self.environment = environment
-        self.process: subprocess.Popen[str] | None = None
+        self.process: Process | None = None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "app", "serve", "--port", str(self.port)],
-            env={**os.environ, **self.environment},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
+        self.process = start("serve", "--port", str(self.port), **self.environment)
         found = re.search(r":(\d+)$", self.process.stdout.readline())
         assert found, "the indexer did not start"
         self.port = int(found[1])
@@ -66,7 +60,7 @@ class Indexer:
     def stop(self) -> None:
         if self.process is None:
             return
-        self.process.send_signal(signal.SIGTERM)
+        self.process.terminate()
         self.process.communicate(timeout=30)
         self.process = None
 

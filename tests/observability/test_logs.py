@@ -23,7 +23,8 @@ from app.observability import logs
 from app.observability.correlation import CURRENT, Correlation, Trace
 from app.serving.connections import ConnectionLimits
 from tests.api.conftest import stored
-from tests.serving.test_serving import ROOT, send_raw, serving
+from tests.processes import ROOT
+from tests.serving.test_serving import send_raw, serving
 
 STAMP = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 CONSOLE_LINE = re.compile(rf"{STAMP} (DEBUG|INFO|WARNING|ERROR|CRITICAL) +[\w.]+: .*")

@@ -27,7 +27,8 @@ from app.observability.correlation import CURRENT
 from app.observability.tracing import Spans
 from app.service import IndexerService
 from tests.api.conftest import Clock, Indexer
-from tests.serving.test_serving import ROOT, finished, serving
+from tests.processes import ROOT
+from tests.serving.test_serving import finished, serving
 from tests.tokenizers import save_tokenizer
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from app.ingest.vllm import decode_batch
 from app.pods import PodSpec
 from app.service import IndexerService, index_limits
 from tests.ingest.publisher import Publisher
+from tests.processes import Process
 from tests.replication.questions import Questions
 from tests.replication.redis_server import RedisServer
 from tests.replication.test_replicas import agree, depths, is_ready, post, stats, wait_until
@@ -42,7 +42,7 @@ class Replica:
 
     def __init__(self, url: str, number: int, *arguments: str, **settings: str) -> None:
         self._way = contextlib.ExitStack()
-        self.process: subprocess.Popen[str]
+        self.process: Process
         self.process, port = self._way.enter_context(
             serving(
                 "serve",
@@ -191,7 +191,7 @@ def test_the_holder_is_killed_under_load(redis_server: RedisServer) -> None:
         all_.forget(victim)
         all_.until_exact(EXACT_S)
         all_.until_shared()
-        assert agree(all_.clients)
+        wait_until(lambda: agree(all_.clients), "they agree")
 
 
 def test_a_rolling_restart(redis_server: RedisServer) -> None:

@@ -59,7 +59,7 @@ def test_redis_is_killed_under_load(tmp_path: Path, keep: bool) -> None:
         all_.publish(5)
         all_.start()
         all_.until_exact()
-        assert agree(all_.clients), "a new one finds all of it"
+        wait_until(lambda: agree(all_.clients), "a new one finds all of it")
 
 
 def test_what_was_posted_survives_a_redis_without_its_data(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_new_replica_begins_from_a_snapshot_and_the_log_is_trimmed(redis_serve
             lambda: figure(late.http, "snapshot_saved_at_seconds") > 0, "it knows of the others' snapshots"
         )
         assert figure(late.http, "snapshot_saved_total") == 0, "and had no need to write one"
-        assert agree(all_.clients)
+        wait_until(lambda: agree(all_.clients), "they agree")
         assert owners(late.http) == {"agent1": 2}
 
 
@@ -217,4 +217,4 @@ def test_a_replica_that_was_trimmed_past_loads_the_snapshot(redis_server: RedisS
         proxy.set("pass")
         all_.until_exact()
         assert replication(cut.http)["snapshots_loaded"] > loaded
-        assert agree(all_.clients)
+        wait_until(lambda: agree(all_.clients), "they agree")

@@ -17,7 +17,8 @@ from app.index.prefix_index import PrefixIndex
 from app.pods import Source
 from app.service import BatchResult, IndexerService, MatchQuery, index_limits
 from app.service.fuzzy_queries import fuzzy_index
-from tests.serving.test_serving import DEADLINE_S, ROOT
+from tests.processes import ROOT
+from tests.serving.test_serving import DEADLINE_S
 
 SIZE = 16
 

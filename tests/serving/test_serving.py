@@ -20,33 +20,25 @@ from typing import Any
 import pytest
 
 from tests.ingest.publisher import Publisher
+from tests.processes import ROOT, Process
 
-ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 30.0
 
 
-def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "app", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(*arguments: str, **environment: str) -> Process:
+    return Process(arguments, {**os.environ, **environment})
 
 
 def finished(*arguments: str, **environment: str) -> tuple[int, str, str]:
     process = start(*arguments, **environment)
     out, err = process.communicate(timeout=DEADLINE_S)
-    return process.returncode, out, err
+    return process.wait(), out, err
 
 
 @contextlib.contextmanager
-def serving(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def serving(*arguments: str, **environment: str) -> Iterator[tuple[Process, int]]:
     process = start(*arguments, **environment)
     try:
-        assert process.stdout is not None
         line = process.stdout.readline()
         found = re.fullmatch(r"kvindexer \S+ listens on https?://\S+:(\d+)\n", line)
         assert found, (line, process.poll())

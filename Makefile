@@ -69,9 +69,10 @@ sanitize: $(STAMP) $(DEV) $(SANITIZED_STAMP)
 	$(SANITIZERS) $(PYTEST) $(CORES) -q $(NATIVE_TESTS)
 	$(SANITIZERS) PYTHONMALLOC=malloc RAW_BYTES_EXAMPLES=250 $(PYTEST) $(CORES) -q tests/test_raw_bytes.py
 
+# PEER=1 measures Dynamo in the same run.
 bench: $(STAMP) $(DEV)
-	$(BIN)/python -m benchmarks.prefix_index
-	$(BIN)/python -m benchmarks.http
+	$(if $(PEER),$(INSTALL) --group bench-peers)
+	$(BIN)/python -m benchmarks $(if $(PEER),--peer)
 
 # Load, faults and strangers at once, for so many SECONDS; docs/reliability.md says what is a violation.
 soak: $(STAMP) $(DEV)

@@ -1,8 +1,8 @@
 """What the process consists of, put together from the settings; nothing of it runs yet.
 
-With a Redis the parts are others: what changes the picture goes through the log, a pod is followed by whoever holds
-its lease, and snapshots lie beside the log. Configured pods are registered here, before the first request is served,
-so a router never sees an indexer that does not know its own configuration. How the parts start and end is in
+With Redis some parts differ: changes go through the log, a pod is followed by the replica that holds its lease, and
+snapshots lie beside the log. Configured pods are registered here, before the first request is served, so a router never
+sees an indexer that does not know its own configuration. How the parts start and end is in
 app/lifecycle.py, what stands in front of them in app/main.py.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from app.config import Settings
+from app.config import Settings, variable
 from app.connections import ConnectionLimits
 from app.discovery.discovery import Discovery, places
 from app.discovery.pods_file import place_of
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from app.replication.replica import Replica
 
 
-# Said without the setting that they are about, they would have no effect, and somebody believes that they have.
+# Without the setting that they refine they have no effect, and whoever set them believes that they have one.
 _BESIDE = {
     "redis_url": ("redis_cluster", "redis_namespace", "redis_partitions"),
     "discovery_dns": ("discovery_dns_server",),
@@ -61,7 +61,7 @@ _BESIDE = {
 
 
 def assembled(settings: Settings, clock: Callable[[], float]) -> Parts:
-    """Raises InvalidSettings for what cannot be. `parts` is named before it is there, by what is asked later."""
+    """Raises InvalidSettings. Some parts refer to `parts` before it exists: they use it only after the start."""
     _check_beside(settings)
     configured, file_specs = _configured_pods(settings)
     specs = [*configured, *file_specs]
@@ -121,7 +121,7 @@ def _check_beside(settings: Settings) -> None:
     for needed, names in _BESIDE.items():
         for name in names if not getattr(settings, needed) else ():
             if getattr(settings, name) != Settings.model_fields[name].default:
-                raise InvalidSettings(f"{name}: there is no {needed} beside it")
+                raise InvalidSettings(f"{variable(name)}: there is no {variable(needed)} beside it")
 
 
 def _figures(parts: Callable[[], Parts], clock: Callable[[], float]) -> Figures:
@@ -165,15 +165,16 @@ def _snapshots(
         return None
     if settings.redis_url is not None:
         raise InvalidSettings(
-            "snapshot_path and redis_url exclude each other: a file does not know its place in the log"
+            f"{variable('snapshot_path')} and {variable('redis_url')} exclude each other: a file does not know its "
+            "place in the log"
         )
+    said = f"{variable('snapshot_path')}={str(path)!r}"
     if path.is_dir() or not path.parent.is_dir():
-        raise InvalidSettings(f"snapshot_path={str(path)!r}: must be a file in a folder that is there")
+        raise InvalidSettings(f"{said}: must be a file in a folder that is there")
     try:  # now, and not when the first snapshot is due
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        detail = f"snapshot_path={str(path)!r}: nothing can be written in its folder: {error.strerror}"
-        raise InvalidSettings(detail) from error
+        raise InvalidSettings(f"{said}: nothing can be written in its folder: {error.strerror}") from error
     return SnapshotKeeper(
         service,
         index,
@@ -187,9 +188,12 @@ def _configured_pods(settings: Settings) -> tuple[list[PodSpec], list[PodSpec]]:
     """Those of the setting, and those of the file."""
     try:
         specs = [parse_pod(text) for text in settings.pods]
+    except InvalidInput as error:
+        raise InvalidSettings(f"{variable('pods')}: {error}") from error
+    try:
         file_specs = _pods_of_file(settings.pods_file)
     except InvalidInput as error:
-        raise InvalidSettings(str(error)) from error
+        raise InvalidSettings(f"{variable('pods_file')}: {error}") from error
     counts = Counter(spec.name for spec in [*specs, *file_specs])
     for name, count in counts.items():
         if count > 1:

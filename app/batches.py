@@ -102,7 +102,7 @@ class Batches:
         if envelope.incomplete:
             self._registry.lose(source, "its sender says that the picture is not whole")
         # A dump ends with a number and no event, and the engine's own may follow.
-        if seq == 0 and (sifted.events or sifted.ignored or sifted.rejected):
+        if seq == 0 and not _is_empty(batch):
             source.first_digest = envelope.digest
         result = self._apply(source, sifted, seq, envelope.lora, owner, ts=batch.ts)
         if is_beside and any(_is_of_gpu(event) for event in sifted.events):
@@ -193,7 +193,7 @@ class Batches:
         self.check_sender(envelope)
         known = self._registry.pods.get(envelope.pod)
         source = known.sources.get(envelope.dp_rank) if known is not None else None
-        restarted = source is not None and _restarted(source, seq, envelope.digest)
+        restarted = source is not None and _restarted(source, batch, seq, envelope.digest)
         if source is not None and _seen(source, seq) and not restarted:
             return source, False, None
         declared = known.spec.block_size if known is not None else None
@@ -320,9 +320,16 @@ def _is_of_gpu(event: Event) -> bool:
     return isinstance(event, AllBlocksCleared) or event.tier is Tier.GPU
 
 
-def _restarted(source: Source, seq: int | None, digest: int | None) -> bool:
+def _is_empty(batch: EventBatch) -> bool:
+    return not (batch.events or batch.rejected or batch.ignored)
+
+
+def _restarted(source: Source, batch: EventBatch, seq: int | None, digest: int | None) -> bool:
     """Another batch comes as number 0 than the one that did before, or than none: the publisher counts anew."""
-    return seq == 0 and digest is not None and source.last_seq is not None and digest != source.first_digest
+    if seq != 0 or digest is None or source.last_seq is None or digest == source.first_digest:
+        return False
+    # Not the end of a dump, taken again: a number without an event and without an engine's stamp.
+    return source.last_seq > 0 or batch.ts is not None or not _is_empty(batch)
 
 
 def _seen(source: Source, seq: int | None) -> bool:

@@ -4,12 +4,12 @@ The fuzzy index knows contents and prefix hashes and is kept in step by the pref
 how); who holds a prefix is asked of the prefix index while a question is answered. So what was cleared, has
 expired or belongs to a pod that is gone is not reported, swept or not.
 
-A question is asked of one context: that of the given block size, or of the smallest that is known of the model
-and adapter. Blocks that came without their tokens (from a dump) are not found, nor is anything with extra keys
-on its chain.
+A question is answered from one context: the given block size of the model and adapter, or the smallest one known.
+Blocks that came without their tokens (from a dump) are not found, nor is a block that has extra keys or follows one
+that has.
 
-A question takes milliseconds, so over HTTP it runs in slices, and matches and events have their turn in between. A
-block that is held all the while is found; who is named for it held it at some instant of the question.
+A question takes milliseconds, so over HTTP it runs in slices, between which matches and events have their turn. A
+block that is held throughout is found; a holder that is named for it held it at some moment of the question.
 
 Bounds: `fuzzy_tokens_max` tokens a question, `fuzzy_candidates_max` stored blocks a window, `fuzzy_queue_max`
 questions at once.

@@ -1,7 +1,7 @@
 """What engines say of a block beside its tokens (`metadata` of an event), kept until a match comes by that block.
 
-A connector tells whose agent a prefix is, at which step of a workflow, where it may be found again. None of that
-is ours to understand: a hint is a small object as it came, and comes back as `hints` of a match row.
+A connector says which agent a prefix belongs to, at which step of a workflow, and where it may be found again. The
+indexer does not interpret any of that: a hint is a small object that comes back unchanged as `hints` of a match row.
 
 A hint belongs to one holder's name for a block: (source, tier, group, engine hash), the last block of its event.
 It lives exactly as long as the index holds that block there, and no event has to be told here for that:
@@ -16,12 +16,12 @@ prefix yet: its hint waits too, and is looked for again after the next batches o
 
 Refused, and counted: metadata that is no object, or longer than `hint_bytes_max`. Past `hints_max` the oldest hint
 goes. `hints_max` 0 keeps none: then nothing here is called, and metadata is never read.
-Cost: some 10 us and 700 bytes a hint. A prompt of 256 blocks is asked about in 15 us more where one of the pods that
-hold of it has any hint at all, and its answer goes the long way where one is of this prompt.
+Cost: some 10 us and 700 bytes a hint. A query of 256 blocks takes 15 us more if a pod that holds a part of the prompt
+has any hints at all; if one of them is for this prompt, the answer is made on the long way.
 
-A snapshot has them in frames of their own: each once, in their order, and between two frames what was put or dropped
-since; so with the last of them they are the hints of its instant. Those that wait for their block are left out, as
-their blocks are.
+In a snapshot hints have frames of their own: each hint once, in order, and between two frames whatever was put or
+dropped since the one before. So after the last frame they are the hints of the snapshot's instant. Hints that wait for
+their block are left out, like their blocks.
 """
 
 from __future__ import annotations

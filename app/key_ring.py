@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from app.api_keys import KEY_CHARS_ADVISED, KEY_CHARS_MAX, ApiKey, Scope, digest_of, read_keys_file
-from app.config import Settings
+from app.config import Settings, variable
 from app.errors import InvalidInput, InvalidSettings
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class KeyRing:
             try:
                 self._of_file = read_keys_file(path)
             except InvalidInput as error:
-                raise InvalidSettings(f"api_keys_file: {error}") from error
+                raise InvalidSettings(f"{variable('api_keys_file')}: {error}") from error
         self._callers = self._made(self._of_file)
         self._advise()
 

@@ -1,6 +1,6 @@
-"""An answer in one write: uvicorn writes the head and the body of each answer for itself, and a write is a system call.
+"""Answers in one write. uvicorn writes the head and the body of an answer separately, and each write is a system call.
 
-Of what a match by hashes costs the server, the second call is a fifth. So the transport that uvicorn sees keeps a head
+The second one is a fifth of what a match by hashes costs the server. So the transport that uvicorn sees keeps a head
 back until the body comes, which is nearly always at once, and hands both on together. A head whose body is late
 (a stream that waits for its first event) goes out alone in the loop's next round; nothing is kept back longer, and
 the order of bytes never changes.

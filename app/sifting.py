@@ -1,11 +1,11 @@
-"""What of a batch can be applied: found before anything is changed, so that one of which nothing can be used can be
+"""Finds the events of a batch that can be applied, before anything is changed: so a batch without any usable event is
 refused as a whole.
 
-It is what the codec cannot know: on the GPU tier every block of a source has one size, the declared one or that of its
-first event. Offload tiers have a size of their own: LMCache stores chunks of 256 tokens beside engine blocks of
-16. The unfinished end of a prompt it publishes as a smaller chunk, with its length for a block size; no longer
-prompt ever finds that one, so a tier's size is the largest that its source has shown, and smaller ones are
-ignored. Each would otherwise be a context of its own, asked by every query.
+Checked here is what the codec cannot know, the block size. On the GPU tier every block of a source has one size: the
+declared one, or that of its first event. An offload tier has a size of its own: LMCache stores chunks of 256 tokens
+beside engine blocks of 16. It publishes the rest of a prompt as a smaller chunk, whose length is given as its block
+size. No longer prompt can ever find that chunk, so a tier's size is the largest that its source has shown, and smaller
+chunks are ignored. Otherwise each length would become a context of its own, which every query would have to ask.
 
 O(events); nearly every batch passes as it is.
 """

@@ -1,9 +1,9 @@
-"""The part of a start that may take seconds, beside the server: a snapshot of many blocks is read while /healthz says
-that the process lives, so nobody takes it for dead and starts it again.
+"""The part of a start that may take seconds, such as reading a snapshot of many blocks. It runs beside the server, so
+/healthz already answers, and nobody takes the process for dead and restarts it.
 
-Until it is over nothing is answered but the probes and the metrics: half a picture is worse than none
-(app/api/starting.py).
-A fault of ours ends the process: `on_failure`. An end before that leaves the snapshots as they are.
+Until it is over only the probes and the metrics are answered, since half a picture is worse than none
+(app/api/starting.py). If it fails by a fault of ours, the process ends (`on_failure`). A process that is ended before it
+is over leaves the snapshots as they are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Start:
             self.is_over = True
 
     async def stop(self) -> None:
-        """Whoever ends the process looks at `is_over` behind this."""
+        """Afterwards `is_over` says whether the start had come to its end."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

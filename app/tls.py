@@ -11,7 +11,7 @@ import logging
 import ssl
 from pathlib import Path
 
-from app.config import Settings
+from app.config import Settings, variable
 from app.errors import InvalidSettings
 
 logger = logging.getLogger(__name__)
@@ -27,12 +27,12 @@ class ServerTls:
         try:
             self._load(self.context)
         except (OSError, ValueError) as error:
-            raise InvalidSettings(f"tls_certificate={str(certificate)!r}: {_reason(error)}") from error
+            raise InvalidSettings(_complaint("tls_certificate", certificate, error)) from error
         if client_ca is not None:
             try:
                 self.context.load_verify_locations(client_ca)
             except (OSError, ValueError) as error:
-                raise InvalidSettings(f"tls_client_ca={str(client_ca)!r}: {_reason(error)}") from error
+                raise InvalidSettings(_complaint("tls_client_ca", client_ca, error)) from error
             self.context.verify_mode = ssl.CERT_REQUIRED
         self._seen = self._stamps()
 
@@ -68,7 +68,9 @@ def server_tls(settings: Settings) -> ServerTls | None:
     if settings.tls_certificate is None:
         for name in ("tls_key", "tls_client_ca"):
             if getattr(settings, name) is not None:
-                raise InvalidSettings(f"{name}: there is no tls_certificate beside it")
+                raise InvalidSettings(
+                    f"{variable(name)}: there is no {variable('tls_certificate')} beside it"
+                )
         return None
     return ServerTls(settings.tls_certificate, settings.tls_key, settings.tls_client_ca)
 
@@ -90,6 +92,10 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _complaint(name: str, path: Path, error: Exception) -> str:
+    return f"{variable(name)}={str(path)!r}: {_reason(error)}"
 
 
 def _reason(error: Exception) -> str:

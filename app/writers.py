@@ -1,8 +1,8 @@
 """How a change reaches the service: at once, or through the log that replicas share.
 
-Handlers change nothing by themselves but through a Writer. The lone process has DirectWriter, which calls the
-service; with Redis it is app/replication/log_writer.py, whose calls return when the change is in the log and applied
-here. Both raise what the service raises.
+Handlers make every change through a Writer. In a lone process that is DirectWriter, which calls the service; with
+Redis it is app/replication/log_writer.py, whose calls return when the change is in the log and applied here. Both
+raise what the service raises.
 """
 
 from __future__ import annotations

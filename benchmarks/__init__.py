@@ -1,1 +1,1 @@
-"""Benchmarks: each checks its answer before it prints a number. `make bench` runs them all."""
+"""Benchmarks: each checks its answers before it prints a number. `python -m benchmarks` runs those that have goals."""

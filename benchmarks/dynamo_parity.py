@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import dataclasses
 import enum
-import importlib.util
 import itertools
 import socket
 import subprocess
@@ -39,6 +38,7 @@ from app.replay.capture import Capture, Frame, Request, Send
 from app.replay.formats import load_capture
 from app.replay.indexer import own_indexer
 from app.simulator.publisher import Publisher, PublisherSettings
+from benchmarks.dynamo_peer import dynamo_is_installed
 
 CAPTURES = Path(__file__).parent.parent / "tests" / "data" / "captures"
 DEADLINE_S = 30.0
@@ -234,13 +234,6 @@ class Parity:
             if time.monotonic() > deadline:
                 raise Unresponsive(f"{indexer.base_url} did not apply a batch of instance {instance} in time")
             time.sleep(POLL_INTERVAL_S)
-
-
-def dynamo_is_installed() -> bool:
-    return (
-        importlib.util.find_spec("dynamo") is not None
-        and importlib.util.find_spec("dynamo.indexer") is not None
-    )
 
 
 @contextlib.contextmanager

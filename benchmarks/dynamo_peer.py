@@ -6,11 +6,15 @@ hashes are its own; a query by hash has them computed beforehand, as a router wo
 
 from __future__ import annotations
 
+import argparse
 import array
+import functools
 import importlib
+import importlib.util
 import json
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,14 +24,34 @@ from benchmarks import prompts
 from benchmarks.measure import print_line
 from benchmarks.processes import Server, free_port, running
 from benchmarks.prompts import Fleet
-from benchmarks.wrk import Load, Wrk
+from benchmarks.wrk import Load, Wrk, in_turns
 
 BODIES = 256
 LOADED_WITHIN_S = 180.0
 IN_FLIGHT = 256  # events published before the peer is waited for
 
 
-def measure_peer(wrk: Wrk, core: set[int] | None, fleet: Fleet) -> dict[str, Load]:
+def dynamo_is_installed() -> bool:
+    return (
+        importlib.util.find_spec("dynamo") is not None
+        and importlib.util.find_spec("dynamo.indexer") is not None
+    )
+
+
+def add_peer_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--peer", action=_PeerOption, nargs=0, default=False, help="measure Dynamo beside us, in the same run"
+    )
+
+
+class _PeerOption(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object) -> None:
+        if not dynamo_is_installed():
+            parser.error("--peer needs Dynamo: pip install --group bench-peers")
+        setattr(namespace, self.dest, True)
+
+
+def measure_peer(wrk: Wrk, core: set[int] | None, fleet: Fleet, rounds: int) -> dict[str, Load]:
     """By the names of our own figures."""
     port = free_port()
     command = [sys.executable, "-m", "dynamo.indexer", "--port", str(port), "--threads", "1"]
@@ -35,15 +59,19 @@ def measure_peer(wrk: Wrk, core: set[int] | None, fleet: Fleet) -> dict[str, Loa
         _load(server, fleet)
         narrow = list(fleet.narrow_chains)[:: max(1, len(fleet.narrow_chains) // BODIES)][:BODIES]
         seen: dict[str, Load] = {}
-        for suffix, chains in (("", narrow), (", 64 pods", list(range(fleet.wide)))):
-            for name, path, bodies in _queries(chains):
-                _check(server, path, bodies[0], fleet.pods_of(chains[0]))
-                seen[name + suffix] = wrk.drive(server, path, bodies, "application/json")
-                print_line(f"peer: {name}{suffix}", seen[name + suffix])
+        for kinds in zip(_queries(narrow), _queries(range(fleet.wide)), strict=True):
+            drives = []
+            for (_, path, bodies), chain in zip(kinds, (narrow[0], 0), strict=True):
+                _check(server, path, bodies[0], fleet.pods_of(chain))
+                drives.append(functools.partial(wrk.drive, server, path, bodies, "application/json"))
+            name = kinds[0][0]
+            seen[name], seen[name + ", 64 pods"] = in_turns(rounds, *drives)
+            print_line(f"peer: {name}", seen[name])
+            print_line(f"peer: {name}, 64 pods", seen[name + ", 64 pods"])
         return seen
 
 
-def _queries(chains: list[int]) -> list[tuple[str, str, list[bytes]]]:
+def _queries(chains: Sequence[int]) -> list[tuple[str, str, list[bytes]]]:
     hash_of = importlib.import_module("dynamo.llm").compute_block_hash_for_seq
     by_tokens, by_hashes = [], []
     for chain in chains:

@@ -4,7 +4,7 @@
 
 Every answer is checked before its time is printed: searches against a linear scan over the same SimHashes (its time
 stands beside), coverage against a plain table of all contents. Times are CPU time, the best and the median of all
-rounds, in one process. Goals stand in brackets. The first line says on what.
+rounds, in one process.
 
 An index is asleep until it is asked, and what it was told of lies in a list; the first question puts that in tables.
 Both states are measured, and the step between them. Awake means asked every 16,384 blocks; what these questions put in
@@ -26,7 +26,7 @@ from app import _native
 from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits, Window
 from app.index.prefix_index import IndexLimits, PrefixIndex
 from benchmarks.edited_documents import Edits, documents, edit
-from benchmarks.measure import print_machine, resident_bytes
+from benchmarks.measure import Goal, print_line, print_machine, resident_bytes
 
 BLOCK = 16
 DISTANCE = 8
@@ -69,7 +69,7 @@ def measure_cost(blocks: int, rounds: int) -> None:
     before = resident_bytes()
     index = FuzzyIndex(FuzzyLimits())
     index.add_context(CONTEXT, BLOCK)
-    print_stored("asleep", store_all(index, hashes, packed), blocks, 150)
+    print_stored("asleep", store_all(index, hashes, packed), blocks)
     print_memory("asleep", index, blocks, before)
     wake(index)
     stats = index.stats()
@@ -84,39 +84,40 @@ def measure_cost(blocks: int, rounds: int) -> None:
     more = blocks // 10
     more_hashes = array("Q", (chance.getrandbits(64) | 1 for _ in range(more))).tobytes()
     more_packed = random_tokens(more * BLOCK, chance).tobytes()
-    print_stored("awake, a tenth more", store_all(index, more_hashes, more_packed), more, 150)
+    print_stored("awake, a tenth more", store_all(index, more_hashes, more_packed), more)
     index.remove(CONTEXT, more_hashes)
     measure_removal("awake", index, hashes)
     asleep, awake = FuzzyIndex(FuzzyLimits()), FuzzyIndex(FuzzyLimits())
     for each in (asleep, awake):
         each.add_context(CONTEXT, BLOCK)
-    print_stored("awake, from empty", store_all(awake, hashes, packed, ASKED_EVERY), blocks, 150)
+    print_stored("awake, from empty", store_all(awake, hashes, packed, ASKED_EVERY), blocks)
     store_all(asleep, hashes, packed)
     measure_removal("asleep", asleep, hashes)
 
 
-def print_stored(state: str, calls: Sequence[float], blocks: int, goal: int) -> None:
-    print(
-        f"store        {sum(calls) / blocks * 1e9:7.0f} ns a block {state}, batches of {BATCH_BLOCKS} [{goal}]; "
-        f"the third longest {sorted(calls)[-3] * 1e3:.2f} ms"
+def print_stored(state: str, calls: Sequence[float], blocks: int) -> None:
+    each_ns = sum(calls) / blocks * 1e9
+    print_line(
+        f"store {state}, batches of {BATCH_BLOCKS}",
+        f"{each_ns:.0f} ns a block, the third longest call {sorted(calls)[-3] * 1e3:.2f} ms",
+        Goal(each_ns, 150, "ns"),
     )
 
 
 def print_memory(state: str, index: FuzzyIndex, blocks: int, before: int) -> None:
-    print(
-        f"memory       {index.stats().bytes / blocks:7.1f} bytes a block {state} [40], "
-        f"{(resident_bytes() - before) / blocks:.1f} more resident"
-    )
+    each = index.stats().bytes / blocks
+    resident = (resident_bytes() - before) / blocks
+    print_line(f"memory {state}", f"{each:.1f} B a block, {resident:.1f} more resident", Goal(each, 40, "B"))
 
 
 def wake(index: FuzzyIndex) -> None:
     """What the first question pays before it is answered, in the slices that a question over HTTP takes."""
     blocks = index.stats().backlog
     slices = put_waiting(index, CONTEXT)
-    print(
-        f"waking       {sum(slices) / blocks * 1e9:7.0f} ns a block [100], {sum(slices) * 1e3:.0f} ms in "
-        f"{len(slices)} slices, the longest {max(slices) * 1e3:.2f} ms [1]"
-    )
+    each_ns = sum(slices) / blocks * 1e9
+    print_line("waking", f"{each_ns:.0f} ns a block, {sum(slices) * 1e3:.0f} ms", Goal(each_ns, 100, "ns"))
+    longest_ms = max(slices) * 1e3
+    print_line("  its slices", f"{len(slices)}, the longest {longest_ms:.2f} ms", Goal(longest_ms, 1, "ms"))
 
 
 def put_waiting(index: FuzzyIndex, context: int) -> list[float]:
@@ -151,7 +152,7 @@ def measure_sizes(blocks_max: int) -> None:
         pass
     before = resident_bytes()
     index = FuzzyIndex(FuzzyLimits())
-    print("memory awake, the most bytes a block at any size [40]:")
+    print("memory awake, the most bytes a block at any size:")
     first, last = 100_000, 150_000
     most = resident = 0.0
     for blocks in growing(index, blocks_max, chance):
@@ -160,7 +161,9 @@ def measure_sizes(blocks_max: int) -> None:
         most = max(most, index.stats().bytes / blocks)
         resident = max(resident, (resident_bytes() - before) / blocks)
         if blocks >= min(last, blocks_max):
-            print(f"  {first:9} to {blocks:9}: {most:5.2f}, {resident:5.2f} more resident")
+            print_line(
+                f"  {first} to {blocks}", f"{most:.2f} B, {resident:.2f} more resident", Goal(most, 40, "B")
+            )
             first, last = blocks, blocks * 3 // 2
             most = resident = 0.0
 
@@ -207,16 +210,18 @@ def measure_queries(index: FuzzyIndex, name: str, prompt: bytes, simhashes: byte
         assert near_offsets(rows) == expected, "the index finds what the scan finds"
         ask = index.grid if mode == "grid" else index.sliding
         best, median = rounds_ms(rounds, lambda ask=ask: ask(CONTEXT, prompt, DISTANCE, everything))  # type: ignore[misc]
-        print(
-            f"{mode:8} {name}: {len(offsets)} windows, {best:.2f} ms best, {median:.2f} median "
-            f"[{5 if mode == 'grid' else 15}]; linear scan {scan_ms:.0f} ms, {scan_ms / best:.0f} times as long; "
-            f"{len(expected)} near"
+        print_line(
+            f"{mode} {name}, {len(offsets)} windows, {len(expected)} near",
+            f"{best:.2f} ms best, {median:.2f} median; linear scan {scan_ms:.0f} ms, {scan_ms / best:.0f} times as long",
+            Goal(best, 5 if mode == "grid" else 15, "ms"),
         )
         slices = index.grid_slices if mode == "grid" else index.sliding_slices
         longest = [longest_slice_ms(slices(CONTEXT, prompt, DISTANCE, everything)) for _ in range(rounds)]
-        print(
-            f"         in {longest[0][1]} slices, the longest {statistics.median(ms for ms, _ in longest):.2f} ms "
-            f"(median of {rounds} rounds), {min(longest)[0]:.2f} at best"
+        median = statistics.median(ms for ms, _ in longest)
+        print_line(
+            f"  in {longest[0][1]} slices",
+            f"the longest {median:.2f} ms, median of {rounds} rounds; {min(longest)[0]:.2f} at best",
+            Goal(median, 1, "ms"),
         )
 
 
@@ -227,9 +232,8 @@ def measure_removal(state: str, index: FuzzyIndex, hashes: bytes) -> None:
         index.remove(CONTEXT, hashes[8 * i : 8 * (i + BATCH_BLOCKS)])
     removed_s = time.thread_time() - begin
     assert len(index.prefix_hashes(CONTEXT)) == len(hashes) // 8 - blocks
-    print(
-        f"remove       {removed_s / blocks * 1e9:7.0f} ns a block {state}, a quarter of all, sweep included"
-    )
+    each_ns = removed_s / blocks * 1e9
+    print_line(f"remove {state}, a quarter of all, sweep included", f"{each_ns:.0f} ns a block")
 
 
 def longest_slice_ms(slices: Generator[None, None, list[Window]]) -> tuple[float, int]:
@@ -295,9 +299,13 @@ def measure_events(state: str, blocks: int) -> None:
         ("store, in freed room", replaced),
     ):
         without, beside = (sum(t) / len(t) / 256 * 1e9 for t in times)
-        print(f"  {label:22} {without:5.0f} ns, {beside:5.0f} ns: {beside - without:4.0f} more [150]")
+        print_line(
+            f"  {label}",
+            f"{without:.0f} ns, {beside:.0f} ns: {beside - without:.0f} more",
+            Goal(beside - without, 150, "ns"),
+        )
     without, beside = (sum(t) / len(t) / 256 * 1e9 for t in removed)
-    print(f"  {'remove, a quarter':22} {without:5.0f} ns, {beside:5.0f} ns: {beside - without:4.0f} more")
+    print_line("  remove, a quarter", f"{without:.0f} ns, {beside:.0f} ns: {beside - without:.0f} more")
 
 
 def event(number: int) -> tuple[bytes, bytes]:

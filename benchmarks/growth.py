@@ -31,7 +31,8 @@ import msgspec
 
 from app import _native
 from app.index.prefix_index import IndexLimits, PrefixIndex
-from benchmarks.measure import print_machine, resident_bytes, time_calls
+from benchmarks.dynamo_peer import add_peer_option
+from benchmarks.measure import Goal, print_line, print_machine, resident_bytes, time_calls
 
 BLOCK_SIZE = 16
 FLEET = 64
@@ -209,7 +210,8 @@ def print_table(
     peer: bool,
     axis: Callable[[int], float],
     unit: str,
-) -> None:
+) -> dict[int, Point]:
+    """Ours, by what grows."""
     print(f"\n{title}\n")
     peers = " Dynamo: match | miss | store | memory |" if peer else ""
     print(f"| {unit} | match | total miss | store, new | memory | floor: hashes | + misses |{peers}")
@@ -246,6 +248,14 @@ def print_table(
                 f"{whose}: match = {match.intercept:.2f} + {match.slope:.4f} x {of} us, "
                 f"store = {store.intercept:.2f} + {store.slope:.4f} x {of} us"
             )
+    return {value: point for (value, _), (_, point) in zip(points, ours, strict=True)}
+
+
+def print_ratio(name: str, points: dict[int, Point], value: int, base: int, at_most: float) -> None:
+    """Of two matches, where both were measured."""
+    if value in points and base in points:
+        ratio = points[value].match_us / points[base].match_us
+        print_line(f"match, {value:,} {name} / {base:,}", f"{ratio:.2f} x", Goal(ratio, at_most, "x"))
 
 
 def steps(start: int, stop: int, factor: int) -> Iterator[int]:
@@ -262,7 +272,7 @@ def main() -> None:
     parser.add_argument("--blocks-max", type=int, default=10_000_000)
     parser.add_argument("--pods-max", type=int, default=1_024)
     parser.add_argument("--query-max", type=int, default=4_000)
-    parser.add_argument("--peer", action="store_true")
+    add_peer_option(parser)
     parser.add_argument("--point", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.point is not None:
@@ -274,16 +284,19 @@ def main() -> None:
     print(f"settings: {vars(options)}, block size {BLOCK_SIZE}, median of {CALLS} calls")
     with contextlib.ExitStack() as stack:
         memory = Memory(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        print_table(
+        blocks = print_table(
             "Blocks of the index; 8 of 64 pods hold each, a query has 256.",
             [(n, Work(max(1, n // 256), 256, FLEET, 8, 256)) for n in steps(10_000, options.blocks_max, 10)],
             memory, options.peer, math.log10, "blocks",
         )  # fmt: skip
-        print_table(
+        print_ratio("blocks", blocks, 10_000_000, 1_000_000, 1.6)
+        pods = print_table(
             "Pods, all of which hold each block; 102,400 blocks, a query has 256.",
-            [(n, Work(400, 256, n, n, 256)) for n in steps(1, options.pods_max, 4)],
+            [(n, Work(400, 256, n, n, 256)) for n in steps(1, options.pods_max, 8)],
             memory, options.peer, float, "pods",
         )  # fmt: skip
+        for wide in (64, 1_024):
+            print_ratio("pods", pods, wide, 8, 1.5)
         print_table(
             "Blocks of a query; 8 of 64 pods hold each, the index has 1,024,000.",
             [

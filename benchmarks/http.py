@@ -1,23 +1,23 @@
 """The service over HTTP: server CPU time a request, requests a second and latency, beside Dynamo's indexer.
 
-    python -m benchmarks.http [--blocks 1000000] [--seconds 4] [--no-peer]
+    python -m benchmarks.http [--blocks 1000000] [--rounds 4] [--peer]
 
 One process on one core, wrk on the others. A query is 4,096 tokens, 256 blocks, found on 8 of 64 pods or on all
-64; hundreds of different ones take turns. Every kind of request is checked once for its answer before it is
-measured. The peer is `python -m dynamo.indexer` with the same blocks and queries, where it is installed (the
-dependency group `bench-peers`); it takes events from ZMQ only, and listens on every address of the machine.
+64, asked for a second each in turns; hundreds of different ones. Every kind of request is checked once for its answer
+before it is measured. `--peer` measures `python -m dynamo.indexer` with the same blocks and queries (pip install --group
+bench-peers); it takes events from ZMQ only, and listens on every address of the machine.
 Figures of one run are comparable with each other; machines are shared and noisy.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import functools
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ import msgspec
 
 from app import hashing
 from benchmarks import prompts
-from benchmarks.dynamo_peer import measure_peer
-from benchmarks.measure import print_line, print_machine
+from benchmarks.dynamo_peer import add_peer_option, measure_peer
+from benchmarks.measure import Goal, print_line, print_machine
 from benchmarks.processes import Server, free_port, running, split_cores
 from benchmarks.prompts import Fleet
-from benchmarks.wrk import CONNECTIONS, Load, Wrk, is_installed
+from benchmarks.wrk import CONNECTIONS, Load, Wrk, in_turns, is_installed
 
 JSON = "application/json"
 OCTETS = "application/octet-stream"
@@ -38,8 +38,10 @@ MSGPACK = "application/msgpack"
 # Not a notation that the short way knows by sight: the same request on the framework's way.
 JSON_LONG_WAY = "application/json;charset=utf-8"
 
+ROUND_S = 1.0
 BODIES = 256  # different queries of a kind
 POSTED = 4_000  # events measured, at most
+WIDE = ", 64 pods"  # behind the name of a query
 
 GOALS_US = {
     "match tokens, JSON": 120,
@@ -62,25 +64,18 @@ def main() -> int:
     fleet = Fleet(chains, options.pods, options.holders, wide=64)
     server_core, load_cores = split_cores()
     with tempfile.TemporaryDirectory() as folder:
-        wrk = Wrk(Path(folder), load_cores, options.seconds)
-        _measure_floor(wrk, server_core)
-        ours = _measure_ours(wrk, server_core, fleet)
-        if options.peer and importlib.util.find_spec("dynamo.indexer") is not None:
-            theirs = measure_peer(wrk, server_core, fleet)
+        wrk = Wrk(Path(folder), load_cores, ROUND_S)
+        _measure_floor(wrk, server_core, options.rounds)
+        ours = _measure_ours(wrk, server_core, fleet, options.rounds)
+        if options.peer:
+            theirs = measure_peer(wrk, server_core, fleet, options.rounds)
             for name, load in theirs.items():
-                mine = ours[name]
-                print_line(f"  {name}: peer / ours", f"{load.cpu_us / mine.cpu_us:7.2f} x CPU")
-        else:
-            print("peer: not measured (pip install --group bench-peers)")
-    for name, goal in GOALS_US.items():
-        verdict = "met" if ours[name].cpu_us <= goal else "MISSED"
-        print_line(f"goal {name} <= {goal} us", f"{ours[name].cpu_us:7.1f} us   {verdict}")
-    for name in list(ours):
-        if name in GOALS_US and name + ", 64 pods" in ours:
-            ratio = ours[name + ", 64 pods"].cpu_us / ours[name].cpu_us
-            print_line(
-                f"goal {name}: 64 pods <= 1.2 x 8", f"{ratio:7.2f} x   {'met' if ratio <= 1.2 else 'MISSED'}"
-            )
+                times = load.cpu_us / ours[name].cpu_us
+                print_line(f"  {name}: peer / ours", f"{times:.2f} x CPU", Goal(times, 1, "x", at_least=True))
+    for name in GOALS_US:
+        if (wide := ours.get(name + WIDE)) is not None:
+            ratio = wide.cpu_us / ours[name].cpu_us
+            print_line(f"{name}: 64 pods / 8", f"{ratio:.2f} x CPU", Goal(ratio, 1.2, "x"))
     return 0
 
 
@@ -91,21 +86,31 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--pods", type=int, default=64, help="pods in all")
     parser.add_argument("--holders", type=int, default=8, help="pods that hold each block")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of load for each kind of query")
-    parser.add_argument("--no-peer", dest="peer", action="store_false")
+    parser.add_argument("--rounds", type=int, default=4, help="of a second for each kind of query")
+    add_peer_option(parser)
     return parser.parse_args()
 
 
-def _measure_floor(wrk: Wrk, core: set[int] | None) -> None:
+def _print_load(name: str, load: Load) -> None:
+    goal_us = GOALS_US.get(name)
+    print_line(name, load, None if goal_us is None else Goal(load.cpu_us, goal_us, "us"))
+
+
+def _measure_floor(wrk: Wrk, core: set[int] | None, rounds: int) -> None:
     port = free_port()
     query = _json(model="m", token_ids=prompts.token_ids(0))
     command = [sys.executable, "-m", "benchmarks.bare_server", str(port), "2000"]
     with running(command, port, core) as server:
-        print_line("floor: uvicorn alone, 25 kB in, 2 kB out", wrk.drive(server, "/", [query], JSON))
-        print_line("floor: uvicorn alone, 2 kB in, 2 kB out", wrk.drive(server, "/", [query[:2_048]], JSON))
+        large, small = in_turns(
+            rounds,
+            lambda: wrk.drive(server, "/", [query], JSON),
+            lambda: wrk.drive(server, "/", [query[:2_048]], JSON),
+        )
+        print_line("floor: uvicorn alone, 25 kB in, 2 kB out", large)
+        print_line("floor: uvicorn alone, 2 kB in, 2 kB out", small)
 
 
-def _measure_ours(wrk: Wrk, core: set[int] | None, fleet: Fleet) -> dict[str, Load]:
+def _measure_ours(wrk: Wrk, core: set[int] | None, fleet: Fleet, rounds: int) -> dict[str, Load]:
     port = free_port()
     command = [sys.executable, "-m", "app", "serve", "--port", str(port), "--log-level", "error"]
     with running(command, port, core) as server:
@@ -117,22 +122,26 @@ def _measure_ours(wrk: Wrk, core: set[int] | None, fleet: Fleet) -> dict[str, Lo
             "idle (timers and sweeping)", f"{(server.cpu_s() - before) / 2.0 * 1e3:7.1f} ms CPU a second"
         )
         seen: dict[str, Load] = {}
-        for suffix, chains in (("", narrow), (", 64 pods", list(range(fleet.wide)))):
-            for name, path, content_type, bodies in _queries(chains):
-                _check_match(server.connect(), path, content_type, bodies[0], fleet.pods_of(chains[0]))
-                seen[name + suffix] = wrk.drive(server, path, bodies, content_type)
-                print_line(name + suffix, seen[name + suffix])
+        for kinds in zip(_queries(narrow), _queries(range(fleet.wide)), strict=True):
+            drives = []
+            for (_, path, content_type, bodies), chain in zip(kinds, (narrow[0], 0), strict=True):
+                _check_match(server.connect(), path, content_type, bodies[0], fleet.pods_of(chain))
+                drives.append(functools.partial(wrk.drive, server, path, bodies, content_type))
+            name = kinds[0][0]
+            seen[name], seen[name + WIDE] = in_turns(rounds, *drives)
+            _print_load(name, seen[name])
+            _print_load(name + WIDE, seen[name + WIDE])
         for name, path, content_type, bodies in _events(fleet.chains):
             _check_event(server.connect(), path, content_type, bodies[0])
             seen[name] = wrk.drive(server, path, bodies[1:], content_type, once=True)
-            print_line(name, seen[name])
+            _print_load(name, seen[name])
         return seen
 
 
 Kind = tuple[str, str, str, list[bytes]]  # name, path with query, Content-Type, bodies
 
 
-def _queries(chains: list[int]) -> Iterable[Kind]:
+def _queries(chains: Sequence[int]) -> Iterable[Kind]:
     tokens = [prompts.token_ids(chain) for chain in chains]
     packed = [prompts.packed(one) for one in tokens]
     hashes = [hashing.prefix_hashes("m", None, prompts.BLOCK_SIZE, one, None) for one in packed]

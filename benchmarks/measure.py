@@ -16,6 +16,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+GOAL = "   goal: "  # behind it a line says what is asked of its figure, and whether that is met
+MISSED = "MISSED"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timing:
@@ -73,5 +76,28 @@ def print_machine() -> None:
     print(f"machine: {cpu}, {platform.system()} {platform.release()}, Python {sys.version.split()[0]}")
 
 
-def print_line(name: str, value: object) -> None:
-    print(f"{name:<58} {value}", flush=True)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Goal:
+    """What is asked of a figure."""
+
+    measured: float
+    bound: float
+    unit: str
+    at_least: bool = False
+
+    @property
+    def is_met(self) -> bool:
+        return self.measured >= self.bound if self.at_least else self.measured <= self.bound
+
+    def __str__(self) -> str:
+        asked = f"{'at least' if self.at_least else 'at most'} {self.bound:,g} {self.unit}"
+        return f"{asked}, {'met' if self.is_met else MISSED}"
+
+
+def print_line(name: str, value: object, goal: Goal | None = None) -> None:
+    print(f"{name:<58} {value}{'' if goal is None else f'{GOAL}{goal}'}", flush=True)
+
+
+def print_timing(name: str, timing: Timing, at_most_us: float) -> None:
+    """What is asked is asked of the median."""
+    print_line(name, timing, Goal(timing.median_us, at_most_us, "us"))

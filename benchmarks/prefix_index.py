@@ -14,19 +14,36 @@ alone, measured in the same run.
 from __future__ import annotations
 
 import argparse
+import array
 import itertools
 import json
 import random
 import struct
 
+import msgspec
+
 from app import _native
+from app.events import BlockStored
 from app.index.prefix_index import IndexLimits, PrefixIndex, SweepResult
-from benchmarks.measure import Timing, print_line, print_machine, resident_bytes, time_calls
+from app.ingest.vllm import decode_batch
+from benchmarks.dynamo_peer import add_peer_option
+from benchmarks.measure import (
+    Goal,
+    Timing,
+    print_line,
+    print_machine,
+    print_timing,
+    resident_bytes,
+    time_calls,
+)
 
 BLOCK_SIZE = 16
 CHAIN_BLOCKS = 256
 FRESH_CHAINS = 400  # stored and removed again beside the others
 ROW = struct.Struct("<6I")
+UNNAMED_RECORD_BYTES = (
+    16  # of native/block_pool.hpp: the prefix hash, the set of holders, when it was last seen
+)
 
 
 class Workload:
@@ -78,7 +95,7 @@ class Workload:
         assert depths == expected, f"chain {chain}: {depths} is not {expected}"
 
 
-def measure_peer(work: Workload, pods: int, order: list[int]) -> None:
+def measure_peer(work: Workload, pods: int, order: list[int], ours: Timing) -> None:
     """Dynamo's tree over the same blocks: its store is fed JSON, which is the only form that it takes."""
     from dynamo.llm import RadixTree, compute_block_hash_for_seq
 
@@ -104,7 +121,10 @@ def measure_peer(work: Workload, pods: int, order: list[int]) -> None:
 
     for chain, prompt in zip(order[:50], prompts, strict=False):
         assert ask(prompt) == {(source, 0): CHAIN_BLOCKS for source in work.holders(chain, pods)}
-    print_line("Dynamo RadixTree: match 4,096 tokens, cold", time_calls(ask, prompts[50:]))
+    asked = time_calls(ask, prompts[50:])
+    print_line("Dynamo RadixTree: match 4,096 tokens, cold", asked)
+    times = asked.median_us / ours.median_us
+    print_line("  peer / ours (packed rows)", f"{times:.1f} x CPU", Goal(times, 2, "x", at_least=True))
 
 
 def measure_memory(options: argparse.Namespace) -> Workload:
@@ -114,16 +134,18 @@ def measure_memory(options: argparse.Namespace) -> Workload:
     for chain in range(work.chains):
         work.store(chain, work.holders(chain, 1)[0])
     grown = (resident_bytes() - empty) / work.blocks
-    print_line("memory, 1 pod a block (with engine keys)", f"{grown:.1f} B a block")
+    print_line("memory, 1 pod a block (with engine keys)", f"{grown:.1f} B a block", Goal(grown, 48, "B"))
     for chain in range(work.chains):
         for source in work.holders(chain, options.pods)[1:]:
             work.store(chain, source)
     grown = (resident_bytes() - empty) / work.blocks
-    print_line(f"memory, {options.pods} pods a block (same engine hashes)", f"{grown:.1f} B a block")
+    name = f"memory, {options.pods} pods a block (same engine hashes)"
+    print_line(name, f"{grown:.1f} B a block", Goal(grown, 48, "B"))
     return work
 
 
-def measure_matches(work: Workload, pods: int, order: list[int]) -> None:
+def measure_matches(work: Workload, pods: int, order: list[int]) -> Timing:
+    """Of packed rows."""
     for chain in order[:200]:
         work.check_match(chain, pods)
     index, core, context = work.index, work.index._core, work.context
@@ -131,9 +153,10 @@ def measure_matches(work: Workload, pods: int, order: list[int]) -> None:
     cold = time_calls(lambda prompt: index.match_tokens(context, prompt, None, 2), prompts)
     print_line("match 4,096 tokens, cold", cold)
     packed = time_calls(lambda prompt: core.match_tokens(context, prompt, None, 2), prompts)
-    print_line("  the same, packed rows", packed)
+    print_timing("  the same, packed rows", packed, 10)
     floor = time_calls(lambda prompt: _native.prefix_hashes(7, BLOCK_SIZE, prompt, None), prompts[:500])
     print_line("  floor: the hash chain alone", floor)
+    return packed
 
 
 def measure_misses(work: Workload) -> None:
@@ -141,16 +164,16 @@ def measure_misses(work: Workload) -> None:
     strangers = [random.Random(f"stranger {n}").randbytes(CHAIN_BLOCKS * BLOCK_SIZE * 4) for n in range(500)]
     assert core.match_tokens(context, strangers[0], None, 2) == b"", "a stranger must not match"
     missed = time_calls(lambda prompt: core.match_tokens(context, prompt, None, 2), strangers)
-    print_line("total miss", missed)
+    print_timing("total miss", missed, 1)
 
 
 def measure_changes(work: Workload) -> None:
     """Chains that come, at three pods, and go again."""
     index, core, context = work.index, work.index._core, work.context
     fresh = [work.event(work.chains + n, work.sources[0]) for n in range(FRESH_CHAINS)]
-    print_line("store 256 new blocks", time_calls(work.store_event, fresh))
+    print_timing("store 256 new blocks", time_calls(work.store_event, fresh), 20)
     again = [(work.sources[1], hashes, tokens) for _, hashes, tokens in fresh]
-    print_line("store 256 blocks that another pod has", time_calls(work.store_event, again))
+    print_timing("store 256 blocks that another pod has", time_calls(work.store_event, again), 15)
     seeded = [
         (work.sources[2], work.engine_hashes(work.chains + n, seed=1), tokens)
         for n, (_, _, tokens) in enumerate(fresh)
@@ -163,17 +186,57 @@ def measure_changes(work: Workload) -> None:
         removed = index.remove(event[0], tier=0, group=0, engine_hashes=event[1], now=3)
         assert removed.removed_blocks == CHAIN_BLOCKS, removed
 
-    print_line("remove 256 blocks that others have", time_calls(remove, fresh))
+    print_timing("remove 256 blocks that others have", time_calls(remove, fresh), 20)
     print_line("  the same, engine hashes of its own", time_calls(remove, seeded))
-    print_line("remove 256 blocks that nobody else has", time_calls(remove, again))
+    print_timing("remove 256 blocks that nobody else has", time_calls(remove, again), 20)
     assert core.match_tokens(context, fresh[0][2], None, 3) == b"", "all that was new is gone"
+
+
+def measure_wire(work: Workload) -> None:
+    """Batches as engines send them, decoded and stored."""
+    index, source, context = work.index, work.sources[0], work.context
+    fresh = [work.event(work.chains + n, source) for n in range(FRESH_CHAINS)]
+
+    def payload(event: tuple[int, bytes, bytes]) -> bytes:
+        _, hashes, tokens = event
+        stored = {
+            "type": "BlockStored",
+            "block_hashes": array.array("Q", hashes).tolist(),
+            "parent_block_hash": None,
+            "token_ids": array.array("I", tokens).tolist(),
+            "block_size": BLOCK_SIZE,
+            "medium": "GPU",
+        }
+        return msgspec.msgpack.encode([0.0, [stored], 0])
+
+    def ingest(payload: bytes) -> None:
+        (event,) = decode_batch(payload).events
+        assert isinstance(event, BlockStored)
+        index.store(
+            source,
+            context,
+            tier=event.tier,
+            group=event.group,
+            engine_hashes=event.block_hashes,
+            parent=event.parent_block_hash,
+            token_ids=event.token_ids,
+            extra_keys=event.extra_keys,
+            now=3,
+        )
+
+    taken = time_calls(ingest, [payload(event) for event in fresh])
+    print_timing("256 new blocks, from msgpack bytes to indexed", taken, 100)
+    rows = index.match_tokens(context, fresh[-1][2], None, 3)
+    assert {row.source: row.tiers[0] for row in rows} == {source: CHAIN_BLOCKS}
+    for _, hashes, _ in fresh:
+        index.remove(source, tier=0, group=0, engine_hashes=hashes, now=3)
 
 
 def measure_clear(work: Workload, pods: int, order: list[int]) -> None:
     """A pod forgets all, and sweeps take the traces away."""
     index, source = work.index, work.sources[0]
     held = index.blocks_by_tier(source)[0]
-    print_line(f"clear a pod of {held} blocks", time_calls(index.clear, [source]))
+    print_timing(f"clear a pod of {held} blocks", time_calls(index.clear, [source]), 100)
     assert index.blocks_by_tier(source)[0] == 0
     swept: list[SweepResult] = []
     timings = []
@@ -196,6 +259,10 @@ def measure_listing(work: Workload) -> None:
     assert index.list_all(1, 5), "each is found by its hash alone"
     listed = (index.stats().bytes - before.bytes) / before.prefixes
     print_line("listed by hash, slices of 4,096 entries", f"{slices(timings)}   {listed:.1f} B a block more")
+    all_of_it = index.stats().bytes / before.prefixes
+    print_line("  all of the index then", f"{all_of_it:.1f} B a block", Goal(all_of_it, 48, "B"))
+    unnamed = UNNAMED_RECORD_BYTES + listed
+    print_line("  of that without engine keys", f"{unnamed:.1f} B a block", Goal(unnamed, 24, "B"))
 
 
 def measure_full(options: argparse.Namespace) -> None:
@@ -223,8 +290,10 @@ def measure_own_seeds(options: argparse.Namespace) -> None:
         grown.append(resident_bytes())
     rows = work.index.match_tokens(work.context, work.tokens(0), None, 1)
     assert {row.source: row.tiers[0] for row in rows} == dict.fromkeys(work.sources[:3], CHAIN_BLOCKS)
-    each = " and ".join(f"{(b - a) / work.blocks:.1f}" for a, b in itertools.pairwise(grown))
-    print_line("memory, two further pods, engine hashes of their own", f"{each} B a block more")
+    each = [(after - before) / work.blocks for before, after in itertools.pairwise(grown)]
+    told = " and ".join(f"{more:.1f}" for more in each)
+    name = "memory, two further pods, engine hashes of their own"
+    print_line(name, f"{told} B a block more", Goal(max(each), 28, "B"))
 
 
 def slices(timings: list[Timing]) -> str:
@@ -240,15 +309,16 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--pods", type=int, default=8, help="pods that hold each block")
     parser.add_argument("--fleet", type=int, default=64, help="pods in all")
-    parser.add_argument("--peer", action="store_true", help="measure Dynamo's RadixTree beside us")
+    add_peer_option(parser)
     options = parser.parse_args()
     print_machine()
     print(f"settings: {options}")
     work = measure_memory(options)
     order = random.Random(1).sample(range(work.chains), min(2_000, work.chains))
-    measure_matches(work, options.pods, order)
+    matched = measure_matches(work, options.pods, order)
     measure_misses(work)
     measure_changes(work)
+    measure_wire(work)
     measure_clear(work, options.pods, order)
     measure_listing(work)
     measure_full(options)
@@ -256,7 +326,7 @@ def main() -> None:
         measure_own_seeds(options)
     print(f"index: {work.index.stats()}")
     if options.peer:
-        measure_peer(work, options.pods, order)
+        measure_peer(work, options.pods, order, matched)
 
 
 if __name__ == "__main__":

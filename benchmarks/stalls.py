@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from app.index.prefix_index import IndexLimits
 from app.service import SWEPT_A_PART
-from benchmarks.measure import print_line, print_machine, time_calls
+from benchmarks.measure import Goal, print_line, print_machine, print_timing, time_calls
 from benchmarks.prefix_index import CHAIN_BLOCKS, Workload
 
 SLICE = SWEPT_A_PART  # as the service sweeps
@@ -41,23 +41,23 @@ def main() -> None:
     events = (work.event(chain, holder(chain)) for chain in range(work.chains))
     growth = time_calls(work.store_event, events)
     print_line(f"store 256 new blocks, {work.blocks} in all", growth)
-    print_line("  the longest call", longest(growth.slowest_us, 2))
+    print_slowest("  of these calls", growth.slowest_us, 2)
     for chain in (0, held, 2 * held):
         check(work, chain, holder(chain), now=1)
 
     for name, go, source in (("clear", work.index.clear, cleared), ("drop", work.index.drop_source, dropped)):
         taken = time_calls(go, [source])
-        print_line(f"{name} a pod of {held * CHAIN_BLOCKS} blocks", f"{taken.max_us:.1f} us [100]")
+        print_timing(f"{name} a pod of {held * CHAIN_BLOCKS} blocks", taken, 100)
         first = 0 if source == cleared else held
         for chain in (first, first + held - 1):
             check(work, chain, None, now=1)
-        print_line("  its sweep", sweep(work, now=1))
+        print_slowest("  its sweep", sweep(work, now=1), 1)
     left = (work.chains - 2 * held) * CHAIN_BLOCKS
     assert work.index.stats().prefixes == left, "the sweeps take what the two held, and nothing else"
 
     expired = 1 + IndexLimits().ttl_ticks  # a match is a use
     check(work, work.chains - 1, None, now=expired)
-    print_line(f"sweep of {left} expired blocks", sweep(work, now=expired))
+    print_slowest(f"sweep of {left} expired blocks", sweep(work, now=expired), 1)
     assert work.index.stats().prefixes == 0, "nothing is left"
 
 
@@ -66,8 +66,8 @@ def check(work: Workload, chain: int, source: int | None, now: int) -> None:
     assert {row.source: row.tiers[0] for row in rows} == ({} if source is None else {source: CHAIN_BLOCKS})
 
 
-def sweep(work: Workload, now: int) -> str:
-    """Slices until a pass that began behind the change is done."""
+def sweep(work: Workload, now: int) -> list[float]:
+    """Microseconds of each slice, until a pass that began behind the change is done."""
     slowest_us: list[float] = []
     idle: list[bool] = []
 
@@ -78,13 +78,13 @@ def sweep(work: Workload, now: int) -> str:
         while not slowest_us or not idle[-1]:
             slowest_us += time_calls(slice_of, [SLICE]).slowest_us
         idle.append(False)
-    return f"{len(slowest_us)} slices of {SLICE} entries, {longest(slowest_us, 1)}"
+    return slowest_us
 
 
-def longest(slowest_us: Iterable[float], goal_ms: int) -> str:
-    """The host may interrupt a call, or two."""
-    first, _, third = sorted(slowest_us, reverse=True)[:3]
-    return f"the longest {first / 1e3:.2f} ms, the third {third / 1e3:.2f} ms [{goal_ms}]"
+def print_slowest(name: str, slowest_us: Iterable[float], at_most_ms: float) -> None:
+    """The third beside the longest: the host may interrupt a call, or two."""
+    first, _, third = (us / 1e3 for us in sorted(slowest_us, reverse=True)[:3])
+    print_line(name, f"the longest {first:.2f} ms, the third {third:.2f} ms", Goal(first, at_most_ms, "ms"))
 
 
 if __name__ == "__main__":

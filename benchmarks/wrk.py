@@ -6,8 +6,9 @@ import dataclasses
 import json
 import os
 import shutil
+import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.processes import Server
@@ -56,11 +57,29 @@ class Load:
     p99_us: float
     cpu_us: float  # of the server, a request
 
+    @classmethod
+    def of(cls, runs: Sequence[Load]) -> Load:
+        """Several runs of the same as one: requests and CPU time of all, latencies as the median run saw them."""
+        requests = sum(run.requests for run in runs)
+        return cls(
+            requests,
+            sum(run.seconds for run in runs),
+            statistics.median(run.p50_us for run in runs),
+            statistics.median(run.p99_us for run in runs),
+            sum(run.cpu_us * run.requests for run in runs) / requests,
+        )
+
     def __str__(self) -> str:
         return (
             f"{self.cpu_us:7.1f} us CPU   {self.requests / self.seconds:8.0f} req/s   "
             f"p50 {self.p50_us:6.0f} us   p99 {self.p99_us:6.0f} us"
         )
+
+
+def in_turns(rounds: int, *drives: Callable[[], Load]) -> list[Load]:
+    """Each of them once a round, so that what else the machine does falls on all of them."""
+    runs = [[drive() for drive in drives] for _ in range(rounds)]
+    return [Load.of(each) for each in zip(*runs, strict=True)]
 
 
 def is_installed() -> bool:

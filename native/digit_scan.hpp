@@ -7,8 +7,8 @@
 // white space before a comma, a leading zero, a number out of range) is not wrong: the parser of wire.hpp
 // reads it again from the start, and says what is wrong where something is.
 //
-// Cost for 4,096 token ids, 25 kB: docs/performance.md. With SSE2, which every x86-64 has, or 8 bytes at a
-// time in plain words elsewhere; both are held to the parser of wire.hpp by the tests.
+// Cost for 4,096 token ids, 25 kB: docs/performance-notes.md. With SSE2, which every x86-64 has, or 8 bytes
+// at a time in plain words elsewhere; both are held to the parser of wire.hpp by the tests.
 #pragma once
 
 #include <algorithm>

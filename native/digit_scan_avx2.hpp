@@ -6,7 +6,7 @@
 // What is more than seven digits long, or begins with a zero, goes to `read_run`, one by one.
 //
 // Exact for the same reason as there; what is refused is not wrong, only for another parser. Where the
-// processor has no AVX2 (`has_avx2`) digit_scan.hpp reads token ids too. Cost: docs/performance.md.
+// processor has no AVX2 (`has_avx2`) digit_scan.hpp reads token ids too. Cost: docs/performance-notes.md.
 #pragma once
 
 #include <array>

@@ -8,8 +8,8 @@
 // wide one, a float, null), the whole array is refused and read again one by one by the parser of wire.hpp,
 // which says what is wrong where something is.
 //
-// Cost for 4,096 tokens: docs/performance.md. Scratch is on the stack, for one slice of kSlice values at a
-// time.
+// Cost for 4,096 tokens: docs/performance-notes.md. Scratch is on the stack, for one slice of kSlice values
+// at a time.
 #pragma once
 
 #include <algorithm>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,16 +23,16 @@ def refusal(**settings: Any) -> str:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"redis_cluster": True}, "redis_cluster: there is no redis_url beside it"),
-        ({"redis_namespace": "east"}, "redis_namespace: there is no redis_url beside it"),
-        ({"redis_partitions": 4}, "redis_partitions: there is no redis_url beside it"),
+        ({"redis_cluster": True}, "KVINDEXER_REDIS_CLUSTER: there is no KVINDEXER_REDIS_URL beside it"),
+        ({"redis_namespace": "east"}, "KVINDEXER_REDIS_NAMESPACE: there is no KVINDEXER_REDIS_URL beside it"),
+        ({"redis_partitions": 4}, "KVINDEXER_REDIS_PARTITIONS: there is no KVINDEXER_REDIS_URL beside it"),
         (
             {"discovery_dns_server": "10.0.0.1:53"},
-            "discovery_dns_server: there is no discovery_dns beside it",
+            "KVINDEXER_DISCOVERY_DNS_SERVER: there is no KVINDEXER_DISCOVERY_DNS beside it",
         ),
         (
             {"discovery_kubernetes_namespace": "a", "discovery_dns": "b"},
-            "discovery_kubernetes_namespace: there is no discovery_kubernetes beside it",
+            "KVINDEXER_DISCOVERY_KUBERNETES_NAMESPACE: there is no KVINDEXER_DISCOVERY_KUBERNETES beside it",
         ),
     ],
 )
@@ -44,8 +45,18 @@ def test_a_default_that_is_said_is_no_contradiction() -> None:
 
 
 def test_a_folder_in_which_nothing_can_be_written() -> None:
-    assert "nothing can be written in its folder" in refusal(snapshot_path="/proc/snapshot")
-    assert "must be a file in a folder that is there" in refusal(snapshot_path="/nowhere/snapshot")
+    said = "KVINDEXER_SNAPSHOT_PATH='/proc/snapshot': nothing can be written in its folder: "
+    assert refusal(snapshot_path="/proc/snapshot").startswith(said)
+    said = "KVINDEXER_SNAPSHOT_PATH='/nowhere/snapshot': must be a file in a folder that is there"
+    assert refusal(snapshot_path="/nowhere/snapshot") == said
+
+
+def test_pods_that_cannot_be_are_refused_by_the_name_of_their_setting(tmp_path: Path) -> None:
+    path = tmp_path / "pods"
+    path.write_text("a=,model=m\nfoo\n")
+    said = "'foo' does not begin with name=tcp://host:port"
+    assert refusal(pods=("foo",)) == f"KVINDEXER_PODS: {said}"
+    assert refusal(pods_file=str(path)) == f"KVINDEXER_PODS_FILE: {path}, line 2: {said}"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.dynamo_parity import CAPTURES, Right, compare, dynamo_is_installed
+from benchmarks.dynamo_parity import CAPTURES, Right, compare
+from benchmarks.dynamo_peer import dynamo_is_installed
 
 pytestmark = pytest.mark.skipif(
     not dynamo_is_installed(), reason="Dynamo's indexer is not installed: pip install --group bench-peers"

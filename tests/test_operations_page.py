@@ -8,6 +8,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.config import Settings, load_settings, variable
+from app.ingest.registry import parse_pods
 from app.main import create_app
 from app.pods import SourceState
 from app.replication import entries
@@ -49,6 +50,12 @@ def test_metrics() -> None:
         assert meaning, name
         allowed = set(re.findall(r"`(\w+)`", labels)) | {"le"}
         assert all(set(sample.labels) <= allowed for sample in told[name].samples), name
+
+
+def test_notation_of_pods_is_one_that_is_taken() -> None:
+    section = PAGE.split("## Pods\n", 1)[1].split("\n## ", 1)[0]
+    [lines] = re.findall(r"^```\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    assert [spec.name for spec in parse_pods(lines, origin="the page")] == ["pod-a", "pod-b"]
 
 
 def test_versions() -> None:

@@ -103,7 +103,7 @@ def check_file(content: bytes, read: Callable[[Path], object]) -> None:
 
 
 PODS = (
-    b"# ours\n\npod-a=tcp://10.0.0.7:5557,model=m,replay=tcp://10.0.0.7:5558,block_size=16,dp_size=2\n"
+    b"# ours\n\npod-a=tcp://10.0.0.7:5557,model=m,replay=tcp://10.0.0.7:6557,block_size=16,dp_size=2\n"
     b"pod-b=,model=m,metrics=http://10.0.0.8:8000/metrics,lora=l,topic=kv\n"
 )
 KEYS = b"# keys\nkey-of-a-router-0123456789:read\nkey-of-an-engine-0123456789:write\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import re
 import resource
@@ -14,8 +15,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.ingest.publisher import Publisher
 
 ROOT = Path(__file__).parent.parent
 DEADLINE_S = 30.0
@@ -273,6 +277,33 @@ def test_descriptors_up_to_the_hard_bound() -> None:
         assert process.stdout is not None
         assert "listens on" in process.stdout.readline()
         assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (most, most)
+    finally:
+        process.terminate()
+        process.communicate(timeout=DEADLINE_S)
+
+
+def test_streams_leave_descriptors_for_requests(publisher: Publisher) -> None:
+    """More ranks than there are descriptors for: those beyond are `down` and say why, and everybody is answered."""
+    pods = ";".join(f"pod-{i}=tcp://127.0.0.1:{publisher.port},model=m" for i in range(100))
+    process = subprocess.Popen(
+        ["bash", "-c", f'ulimit -n 256; exec "{sys.executable}" -m app serve --port 0'],
+        cwd=ROOT,
+        env={**os.environ, "KVINDEXER_PODS": pods},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        port = int(process.stdout.readline().rpartition(":")[2])
+        deadline = time.monotonic() + DEADLINE_S
+        ranks: list[dict[str, Any]] = []
+        followed: list[dict[str, Any]] = []
+        while len(followed) < 20 or not any("Too many open files" in rank["cause"] for rank in ranks):
+            assert time.monotonic() < deadline, "some are followed, and the others say why they are not"
+            with connected(port) as connection:
+                connection.request("GET", "/v1/pods")
+                ranks = [pod["ranks"][0] for pod in json.load(connection.getresponse())["pods"]]
+            followed = [rank for rank in ranks if rank["state"] != "down"]
     finally:
         process.terminate()
         process.communicate(timeout=DEADLINE_S)

@@ -248,12 +248,18 @@ def _shakes_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> bool:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"tls_certificate": "/no/such/file"}, "tls_certificate='/no/such/file': No such file"),
-        ({"tls_key": "/no/such/file"}, "tls_key: there is no tls_certificate"),
-        ({"tls_client_ca": "/no/such/file"}, "tls_client_ca: there is no tls_certificate"),
+        ({"tls_certificate": "/no/such/file"}, "KVINDEXER_TLS_CERTIFICATE='/no/such/file': No such file"),
+        ({"tls_key": "/no/such/file"}, "KVINDEXER_TLS_KEY: there is no KVINDEXER_TLS_CERTIFICATE"),
+        (
+            {"tls_client_ca": "/no/such/file"},
+            "KVINDEXER_TLS_CLIENT_CA: there is no KVINDEXER_TLS_CERTIFICATE",
+        ),
         ({"tls_certificate": "certificate"}, "OpenSSL"),
         ({"tls_certificate": "ca", "tls_key": "key"}, "OpenSSL"),
-        ({"tls_certificate": "certificate", "tls_key": "key", "tls_client_ca": "key"}, "tls_client_ca="),
+        (
+            {"tls_certificate": "certificate", "tls_key": "key", "tls_client_ca": "key"},
+            "KVINDEXER_TLS_CLIENT_CA=",
+        ),
     ],
 )
 def test_files_that_cannot_be_used(files: Files, settings: dict[str, str], said: str) -> None:

@@ -1,9 +1,10 @@
 """What requests keep of their bodies takes room of app/body_room.py, and is refused where there is none.
 
-Stands inside of keys and rates and outside of both ways, so no route can go around it; what the connection read counts
-there (app/short_connections.py). It counts what is asked for, as it comes, whatever Content-Length says; who reads a
-body meets the refusal like any other fault of it. From the start of its answer on a request keeps nothing: a stream asks
-on only to learn when its client goes. Cost: `receive` and `send` wrapped for each request on the way of the routes.
+This layer lies behind keys and rates and in front of the short way and the routes, so no route can bypass it; bytes that
+the connection itself reads are counted there (app/short_connections.py). It counts the bytes that come, whatever their
+Content-Length says, and a reader of the body meets the refusal as any other fault of the body. Once its answer begins, a
+request keeps nothing: a stream calls `receive` only to learn when its client goes. Cost: `receive` and `send` are wrapped
+for each request that goes to the routes.
 """
 
 from __future__ import annotations

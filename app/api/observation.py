@@ -1,7 +1,7 @@
-"""What is known of every request: its ids, how long it took by its route template, and where somebody wants them a
-line of the access log and a span.
+"""What is recorded of every request: its ids, its duration by route template, and, where that is configured, a line of
+the access log and a span.
 
-Below the framework and around the short way: one wrapped `send`, no task, no copy of a body. The request's id goes
+It wraps both the framework and the short way: one wrapped `send`, no task, no copy of a body. The request's id goes
 out with every answer.
 """
 

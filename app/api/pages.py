@@ -1,4 +1,4 @@
-"""The dashboard: static files that use the public API only. No build step, no inline script, nothing from elsewhere."""
+"""The dashboard: static files that use the public API only. No build, no inline script, nothing from another host."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ answered the same there, which the tests hold by asking both.
 It stands inside of whatever must hold for every request (app/main.py), so nothing can be gone around by it.
 
 Refused, that is handed on: bodies that come in more than PIECES_MAX pieces or past `body_bytes_max`.
-Cost beside that of the server, for 4,096 tokens: docs/performance.md.
+Cost beside that of the server, for 4,096 tokens: docs/performance-notes.md.
 """
 
 from __future__ import annotations

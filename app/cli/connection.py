@@ -1,4 +1,4 @@
-"""The indexer that a command talks to: its address, the key, and what went wrong in a sentence."""
+"""The indexer that a command talks to: its address, the key, and each failure as one sentence."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@
 A router must go on routing without its indexer. So `match`, `route` and `prefixes` never raise for an indexer that is
 down, late or overloaded, or that knows no such pod yet: they give an empty answer with `degraded` set and `cause`
 saying why, within `ClientSettings.budget_s`, and after a few failures in a row without trying at all
-(app/client/circuit.py). Calls whose loss somebody must know of (events, pods, stats) raise Unresponsive in their
-stead. A request that is wrong raises Refused from every call: no waiting makes it right.
+(app/client/circuit.py). Calls whose failure a caller must know about (events, pods, stats) raise Unresponsive
+instead. A request that is wrong raises Refused from every call, because trying again cannot help.
 
 `Client` is the same without an event loop. Nothing here imports the server, the service or the index; the native
 core is only loaded by `Prompt.hashed`, which computes the prefix hashes on the router's side.

@@ -1,8 +1,8 @@
 """The client for a router with threads, and for scripts.
 
-What an event loop does with one deadline is done here with what sockets offer: every single wait is bounded by what
-is left of the budget, and between two reads the deadline is looked at. A peer that sends its headers byte by byte
-could stretch a call; a router that must not trust its indexer so far uses the asynchronous client.
+An event loop could enforce one deadline; sockets can only bound each wait. So every wait is bounded by what is left of
+the budget, and the deadline is checked between two reads. A peer that sends its headers byte by byte could still stretch
+a call; a router that does not trust its indexer that far uses the asynchronous client.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a client sends and gets, as plain values: the contract of docs/api.md, typed.
 
-Answers take no notice of fields that they do not know, so an indexer may be newer than its clients. `degraded` is set
+Unknown fields of answers are ignored, so an indexer may be newer than its clients. `degraded` is set
 by the client itself: the indexer was not asked, did not answer in time, or knows no such pod, and `cause` says why.
 Such an answer is empty, and a router goes on with whatever it does for a prompt that nobody has.
 """

@@ -3,8 +3,8 @@
     vllm.default.svc,port=8000       one pod an address (A; AAAA where there is no A), named address:port
     _http._tcp.vllm.default.svc      one pod a target of the SRV records, at their ports, named target:port
 
-A dual-stack engine has an A and an AAAA record and is one engine, so the second are only looked up where the
-first are none. An SRV target keeps its name when its address changes: that is another engine, which starts empty.
+A dual-stack engine has an A and an AAAA record and is one engine, so AAAA records are only looked up where there are
+no A records. An SRV target keeps its name when its address changes: that is another engine, which starts empty.
 
 It is asked again when the shortest TTL is over, at most every second and at least every `interval_s`: some servers
 (that of compose) give TTLs of minutes for what changes at once. A name that does not exist, or has no addresses, is

@@ -9,8 +9,8 @@ that do not stand at consecutive ports from rank 0 on (a PodSpec cannot say it),
 model. A replay socket that is bound elsewhere (its own loopback, as in many examples) is left out: nobody else
 reaches it, and no engine sends us to another machine.
 
-A block size is taken over only where all that the page says of it agrees: a wrong one would have every event
-rejected, none is learned from the first.
+A block size is taken over only if everything on the page that states one agrees: with a wrong one every event would be
+rejected, while without one it is learned from the first event.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ The protocol is two GETs of one resource and needs no client library:
     GET the same with watch=1&resourceVersion=..                    one JSON object a line, until the server ends it
 
 A watch that ends goes on from the last version seen (bookmarks bring newer ones while nothing happens). A version
-that the server has forgotten (410, as an answer or as an event) costs a new list. A connection that died without
-a word is noticed, since every watch asks to be ended after WATCH_S. Whatever else fails keeps the picture, is said,
-and is tried again after a pause that doubles up to PAUSE_S_MAX.
+that the server has forgotten (410, as an answer or as an event) costs a new list. A connection that died silently
+is noticed, since every watch asks to be ended after WATCH_S. On any other failure the picture is kept, the cause is
+reported, and the next try follows after a pause that doubles up to PAUSE_S_MAX.
 
 What counts: a pod with an IP that has not run to its end. A deletion, or another uid under the same name, is
 certain, and what that pod held is forgotten at once; a pod that is merely not in a new list has a deadline.

@@ -2,8 +2,8 @@
 
 A lone process calls the service. With Redis every change goes through the log, takes its time and may be refused
 later: a task hands over the newest wish for each pod, one after the other. Every replica discovers for itself and
-wishes the same, so most of what it hands over changes nothing; the log's order decides where two differ for a moment.
-Wishes are bounded by the pods that are discovered, and are not given up: while the log is away they wait.
+wishes the same, so most wishes change nothing; where two differ for a moment, the order of the log decides.
+There are at most as many wishes as discovered pods, and none is given up: while the log is away they wait.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""What one place has told, pod by pod, and what became of it in the service.
+"""The pods that one place has reported, and what became of each in the service.
 
     seen for the first time       registered: at once where all is said, else when its engine was asked
     another incarnation           what it held is forgotten at once, and it starts anew
-    other words, same incarnation registered again: the registry knows what can be kept
+    changed, same incarnation     registered again: the registry knows what can be kept
     in the picture no more        kept, and dropped `deadline_s` later unless it is back; deleted for certain: at once
     a place that fails            nothing changes; it is said
 
 The spec of a discovered pod names its place and its incarnation. So every replica of a service can discover for
-itself: the first that tells the others' news changes the pod, the others' same news then change nothing. And a process
-that finds pods of its place, in a snapshot or in the log, knows which of them to look for.
+itself: the first one that reports a change makes it, and the same report of the others has no effect. And a process
+that finds pods of its place in a snapshot or in the log knows which of them to look for.
 
-A name belongs to one place: the first that told it keeps it until its pod vanishes. Names of the configuration
-belong to that. What the place says stands above the API: a pod of it that is deleted or changed there comes back
-as it is discovered, but only after `deadline_s`, as another replica may know better already. Each change is one log
+A name belongs to one place: the first that reported it keeps it until its pod vanishes. Configured names belong to the
+configuration. A place overrules the API: a pod that is deleted or changed there is registered again as it was
+discovered, but only after `deadline_s`, because another replica may have newer news. Each change is one log
 line with its cause.
 
 At most `pods_max` pods; what a picture has beyond is left out, counted in `refused` and said in `cause`.

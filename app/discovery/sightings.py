@@ -1,4 +1,4 @@
-"""What a place that knows pods says of them, and what it is told to say for engines that do not tell.
+"""What a place reports about its pods, and what a setting says in place of engines that cannot be asked.
 
 A place (the pods file, a DNS name, the Kubernetes API) gives pictures: every pod that it sees now, by name. A
 sighting has either a whole spec, or an address at which the engine is asked (app/discovery/engine.py). Its

@@ -3,7 +3,7 @@
 It reads in turns of the event loop (turns.py): without waiting, until nothing is left or the slice is over. Then it
 rests, so that what comes meanwhile costs one wake-up, and then listens to one descriptor for all sockets
 (sockets.py). The asyncio sockets of pyzmq cost 2.6 times the CPU for the same messages, and a thread of its own took
-the interpreter from those who answer queries (docs/performance.md).
+the interpreter from those who answer queries (docs/performance-notes.md).
 
 What it relies on:
   monitors    a source is connected from the handshake to the end of its last connection. The monitor tells

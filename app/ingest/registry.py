@@ -1,6 +1,6 @@
 """Pods as the operator writes them, on the command line, in a setting or in a file: one line a pod.
 
-    pod-a=tcp://10.0.0.7:5557,model=llama-3,replay=tcp://10.0.0.7:5558,block_size=16,dp_size=2
+    pod-a=tcp://10.0.0.7:5557,model=llama-3,replay=tcp://10.0.0.7:6557,block_size=16,dp_size=2
 
 The first part names the pod and where it publishes (nothing after `=`: it posts its events by HTTP); of
 the others only `model` must be there. A pods file has one such line a pod, so that there is one notation

@@ -6,11 +6,16 @@ already show no more. So whoever is told of a socket reads until nothing is left
 A DEALER is for one request: replies to a request that was given up die with its socket, unread. Whatever cannot be
 opened raises ZMQError and leaves nothing open. All of it can be thrown away at once (`close`), which does not depend on
 what is known of any single socket.
+
+Streams take at most three quarters of the process's descriptors: with none left, no request could be accepted, probes
+included. What comes past that fails as if the system had none left (EMFILE).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import resource
 import select
 
 import zmq
@@ -30,6 +35,7 @@ _MONITORED = (
     | zmq.EVENT_CONNECT_RETRIED
 )
 _TOLD_MAX = 64  # in one call
+_DESCRIPTORS_A_STREAM = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,6 +67,8 @@ class Sockets:
         self._epoll = select.epoll()
         self._open: dict[int, tuple[zmq.Socket[bytes], Subscription]] = {}  # by their descriptors
         self._new: list[int] = []  # that were not told yet
+        self._streams = 0
+        self._streams_max = _streams_max()
 
     def close(self) -> None:
         self._epoll.close()
@@ -77,6 +85,8 @@ class Sockets:
         return [self._open[descriptor] for descriptor in told if descriptor in self._open]
 
     def open_live(self, subscription: Subscription) -> None:
+        if self._streams >= self._streams_max:
+            raise zmq.ZMQError(errno.EMFILE)
         live = self._make(zmq.SUB, subscription.publisher)
         try:
             live.set(zmq.RCVHWM, self._limits.live_queue_messages_max)
@@ -88,6 +98,7 @@ class Sockets:
             live.close(0)
             raise
         subscription.live, subscription.monitor = live, monitor
+        self._streams += 1
         try:
             self._register(live, subscription)
             self._register(monitor, subscription)
@@ -104,6 +115,7 @@ class Sockets:
             subscription.live.disable_monitor()
             self._unregister(subscription.monitor)
             self._unregister(subscription.live)
+            self._streams -= 1
         subscription.live = subscription.monitor = None
 
     def open_replay(self, subscription: Subscription, endpoint: Endpoint, start_seq: int) -> None:
@@ -148,3 +160,10 @@ class Sockets:
         if self._open.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
         made.close(0)
+
+
+def _streams_max() -> float:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return float("inf")
+    return descriptors * 3 // 4 // _DESCRIPTORS_A_STREAM

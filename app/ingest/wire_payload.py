@@ -5,7 +5,7 @@ and is judged here as app/ingest/wire_decode.py judges it; what is not plain, or
 goes there as a span, and a payload that is no batch of the usual shape goes there as a whole. So that decoder
 is the truth of every form, this one is its shortcut, and tests/ingest/test_wire_payload.py holds both equal.
 
-Cost for 256 blocks: docs/performance.md.
+Cost for 256 blocks: docs/performance-notes.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What figures that others count are called here, and what is said of each: by the key that its part gives it."""
+"""Names and help texts of the metrics whose figures other parts count, by the key that the part gives each figure.
+
+Prometheus shows a help text alone, so each one says by itself what it is about.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ QUERY_COUNTERS = {
     "matches": ("match_queries", "Match queries answered"),
     "matches_hit": ("match_hits", "Match queries for which some pod holds a block"),
     "tokens_asked": ("match_asked_tokens", "Tokens of the prompts that were asked about"),
-    "tokens_matched": ("match_matched_tokens", "Those of them that the best pod holds"),
+    "tokens_matched": (
+        "match_matched_tokens",
+        "Tokens of the prompts that were asked about which the best pod holds",
+    ),
 }
 SOURCE_COUNTERS = {
     "gaps": ("source_gaps", "Gaps in the sequence numbers"),
@@ -42,7 +48,10 @@ SOURCE_COUNTERS = {
     "orphans": ("source_orphans", "Blocks that came before their parent"),
     "duplicates": ("source_duplicates", "Batches seen before and left out"),
     "rejected": ("source_rejected", "Events skipped"),
-    "unknown_blocks": ("source_unknown_blocks", "Blocks named that the source does not hold"),
+    "unknown_blocks": (
+        "source_unknown_blocks",
+        "Blocks named by removals and placeholders that the source does not hold",
+    ),
 }
 STREAM_GAUGES = {
     "dumps_running": "Dumps that are being read",
@@ -56,23 +65,23 @@ STREAM_COUNTERS = {
 # Figures of the ZMQ ingest: the metric is kvindexer_zmq_ and the key.
 ZMQ_GAUGES = {
     "queued_batches": "Received batches that wait for the writer",
-    "queued_bytes": "Their bytes",
+    "queued_bytes": "Bytes of received batches that wait for the writer",
     "held_bytes": "Bytes of live batches held back during replays",
     "replays_running": "Replays under way",
     "replays_waiting": "Replays that wait for their turn",
 }
 ZMQ_COUNTERS = {
     "messages": "Messages received, live and replayed",
-    "message_bytes": "Bytes of their payloads",
+    "message_bytes": "Bytes of the payloads of received messages",
     "messages_malformed": "Messages that are not the frames of a batch",
     "open_failures": "Sockets that could not be opened; each is tried again",
     "handshake_failures": "Connections that ended before a ZMQ handshake did; each is tried again",
     "faults": "Faults of ours in the receiver",
     "duplicates": "Batches that came again and were dropped",
-    "probes": "Questions whether the end of a stream was lost",
+    "probes": "Replays asked for without a known gap, to find out whether a batch was lost",
     "replay_timeouts": "Replays cut short because no reply came",
     "batches_applied": "Batches handed to the service",
-    "batches_unreadable": "Batches whose payload is none",
+    "batches_unreadable": "Batches whose payload cannot be read",
     "batches_refused": "Batches that the service refused",
     "batches_unfollowed": "Batches whose pod was removed while they waited",
     "drain_slices": "Slices in which the queue was emptied",
@@ -83,29 +92,29 @@ ZMQ_COUNTERS = {
 # Figures of a part of the application: the metric is kvindexer_, the part, _ and the key.
 PART_GAUGES = {
     "tokenizer": {
-        "waiting": "Prompts that wait to be tokenised, or are",
+        "waiting": "Prompts that wait to be tokenised or are being tokenised",
         "cache_entries": "Prompts whose token ids are kept",
-        "cache_bytes": "Bytes of those",
+        "cache_bytes": "Bytes of the token ids that are kept",
     },
     "loads": {"known": "Pods whose load was read lately"},
     "access": {"keys": "API keys that are known now"},
     "bodies": {"bytes": "Bytes of request bodies that have come and are not answered yet"},
     "snapshot": {
         "saved_at_seconds": "Unix time of the newest snapshot; of replicas over Redis, whichever wrote it",
-        "saved_bytes": "Its bytes on disk",
+        "saved_bytes": "Bytes of the newest snapshot on disk",
         "restored_blocks": "Blocks that the snapshot at the start brought",
     },
     "hints": {
         "kept": "Hints of blocks that are kept",
-        "waiting": "Those of them whose block waits for its parent",
-        "bytes": "Bytes of their metadata",
+        "waiting": "Kept hints whose block waits for its parent",
+        "bytes": "Bytes of the metadata of kept hints",
     },
     "replication": {
         "lag_seconds": "Age of the newest group applied here, while the log has newer ones",
         "away_seconds": "Time since the log could be read last; 0 while it can be",
         "partitions_in_trouble": "Partitions of the log that are not read now",
         "outbox_entries": "Accepted entries that the log has not given back yet",
-        "outbox_bytes": "Their bytes",
+        "outbox_bytes": "Bytes of accepted entries that the log has not given back yet",
     },
     "leases": {
         "held": "Pods whose streams this replica follows",
@@ -115,13 +124,13 @@ PART_GAUGES = {
     },
     "fuzzy": {
         "contexts": "Contexts whose blocks fuzzy matches find",
-        "blocks": "Blocks that they find, removed ones too until they are swept",
-        "same_content": "Those of them known to be beyond the first of their tokens",
-        "backlog": "Those of them that the next fuzzy match has to put in its tables first",
-        "asleep": "Contexts of which no fuzzy match has been asked, or none while as many blocks came as they hold",
-        "unswept": "Removed blocks that are not swept yet, at the most",
+        "blocks": "Blocks that fuzzy matches find; removed ones count until they are swept",
+        "same_content": "Blocks of the fuzzy index with the tokens of another of its blocks, as far as that is known",
+        "backlog": "Blocks that the next fuzzy match has to put into its tables first",
+        "asleep": "Contexts of which no fuzzy match was asked, or none since more blocks came than they held then",
+        "unswept": "Removed blocks that are not swept yet; an upper bound",
         "crowded": "Contents that only exact matches find: too many others are nearly the same",
-        "bytes": "Memory of all this in bytes",
+        "bytes": "Memory of the fuzzy index in bytes",
         "asked": "Fuzzy matches that are under way or wait for their turn",
     },
     "owners": {
@@ -141,7 +150,7 @@ PART_COUNTERS = {
     },
     "loads": {
         "polls": "Times that a pod was asked for its load",
-        "failures": "Those of them without an answer that can be used",
+        "failures": "Times that a pod was asked for its load and gave no answer that can be used",
     },
     "access": {
         "refused_without_key": "Requests refused: no key where one is needed",
@@ -149,7 +158,7 @@ PART_COUNTERS = {
         "refused_scope": "Requests refused: a key of scope read where write is needed",
         "refused_rate": "Requests refused: rate_requests_per_s",
         "reloads": "Times that the file of keys was taken over",
-        "reload_failures": "Times that it could not be used; the keys from before stay",
+        "reload_failures": "Looks at the file of keys that found it broken; the keys from before stay",
     },
     "connections": {
         "head_timeouts": "Connections ended: head_timeout_s",
@@ -165,20 +174,20 @@ PART_COUNTERS = {
     },
     "replication": {
         "appended_groups": "Groups of entries appended to the log",
-        "appended_entries": "Their entries",
+        "appended_entries": "Entries appended to the log",
         "append_failures": "Appends that failed; each is tried again",
         "lost_groups": "Groups that Redis had taken and lost before anybody read them; each is appended again",
         "outbox_refused": "Entries refused: redis_outbox_bytes_max",
         "read_groups": "Groups read from the log",
-        "read_bytes": "Their bytes",
+        "read_bytes": "Bytes read from the log",
         "read_failures": "Reads of the log that failed; each is tried again",
-        "reconnects": "Times that a partition was read again after that",
-        "applied_groups": "Groups applied",
-        "applied_entries": "Their entries",
+        "reconnects": "Times that a partition was read again after reads of it had failed",
+        "applied_groups": "Groups of the log that were applied",
+        "applied_entries": "Entries of the log that were applied",
         "repeated_groups": "Groups left out because they had come before",
-        "early_groups": "Groups left out because Redis had lost the one before",
+        "early_groups": "Groups left out because Redis had lost the one before; both come again",
         "fenced_entries": "Entries left out because the lease of the pod had passed on",
-        "refused_entries": "Entries that the picture of then did not allow",
+        "refused_entries": "Entries that were refused when they were applied, such as one past a bound",
         "faults": "Entries left out by a fault of ours",
         "snapshots_loaded": "Snapshots loaded from Redis in place of what was held",
         "logs_begun": "New logs begun with the picture of this replica, because Redis lost data",
@@ -192,8 +201,8 @@ PART_COUNTERS = {
         "taken": "Leases taken",
         "lost": "Leases lost without having been given up",
         "handed_over": "Leases handed to a replica that asked",
-        "exchanges": "Exchanges with Redis",
-        "exchanges_failed": "Those without an answer in time",
+        "exchanges": "Exchanges with Redis about leases",
+        "exchanges_failed": "Exchanges with Redis about leases without an answer in time",
         "granted": "Times that a stream was followed because of a lease",
         "takings_failed": "Times that the log was away when a lease was to be used; each is tried again",
         "outlived": "Leases given back because the log had a newer one",
@@ -213,9 +222,9 @@ PART_COUNTERS = {
     },
     "fuzzy": {
         "queries": "Fuzzy matches answered",
-        "asked_tokens": "Tokens of the prompts that were asked about",
-        "reusable_tokens": "Those of them that are held somewhere, exactly or nearly",
-        "candidates_dropped": "Stored blocks, at the least, left out of answers: fuzzy_candidates_max",
+        "asked_tokens": "Tokens of the prompts of fuzzy matches",
+        "reusable_tokens": "Tokens of the prompts of fuzzy matches that are held somewhere, exactly or nearly",
+        "candidates_dropped": "Stored blocks left out of answers: fuzzy_candidates_max; a lower bound",
         "refused": "Fuzzy matches refused: fuzzy_queue_max",
     },
     "owners": {

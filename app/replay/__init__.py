@@ -1,3 +1,3 @@
-"""Checks the indexer against engines that have run: their frames go in again, their own answers are the
-truth.
+"""Checks the indexer against captured engines: their event frames are replayed into it, and what they reused is the
+truth that its answers are compared with.
 """

@@ -1,11 +1,11 @@
 """Reads the log and hands it to the applier, one task a partition.
 
-While Redis is away the picture stays as it is and is served, and its pods' rows say that they are degraded and why; on
-return reading goes on from the position. Before that,
-and at the start, it is made sure that this can be (generations.py). Until it can, nothing more is applied, the
-partition says so (`trouble`), the replica is not ready, and it looks again from time to time. Each read asks whether
-the group that was applied last is still there: if not, Redis lost it, or it was trimmed. Who has read nothing yet
-asks whether the beginning was trimmed, unless it found the end lately: what is younger than `keep_s` is not trimmed.
+While Redis is away the picture is served as it is, and its pods' rows are degraded and say why; afterwards reading goes
+on from the position. Before that, and at the start, it is checked that reading can go on from there (generations.py).
+Until it can, nothing more is applied, the partition is in `trouble`, the replica is not ready, and it checks again from
+time to time. Each read also asks whether the group that was applied last is still there: if not, Redis lost it, or it
+was trimmed. A partition of which nothing has been read yet asks whether its beginning was trimmed, unless it found the
+end lately: entries younger than `keep_s` are not trimmed.
 
 Groups are applied in slices of SLICE_S, so that queries wait for a slice at most, and for one group at least.
 """

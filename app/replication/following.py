@@ -1,13 +1,13 @@
 """Which streams this replica follows: leases on one side, the ZMQ ingest on the other, the log in between.
 
-    lease taken   it is written into the log, and read back: all that older holders appended has been applied here,
-                  and nothing more of them will be; only then the stream is followed, from behind the last batch that
-                  is in the picture
-    lease lost    nothing more of the pod is appended, from this instant on
+    lease taken   it is written into the log and read back. By then all that older holders appended has been applied
+                  here, and nothing more of theirs will be. Only now the stream is followed, from behind the last batch
+                  that is in the picture
+    lease lost    from this instant on nothing more of the pod is appended
 
-What the streams bring goes through the log under the epoch of the lease. A log that is away delays the begin, and
-the lease's end stops the trying. At the end of the process leases are given up first: what is still on its way here is
-fenced by the next holder, and replayed by it.
+What the streams bring goes through the log under the epoch of the lease. While the log is away, beginning to follow is
+tried again until the lease ends. When the process ends, leases are given up first: entries that are still on their way
+are fenced by the next holder, which replays them.
 
 Bounds: one task a pod that is being taken.
 """

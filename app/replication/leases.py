@@ -13,9 +13,10 @@ What holds, and why:
                  newest epoch that they have seen of the pod. Epochs rise for ever, also where Redis lost its data.
   it moves on    a dead replica's leases are free one ttl after its last exchange, and the others look just then.
                  An orderly end releases at once.
-  it is spread   a free pod is claimed up to the claimant's share, ceil(pods / replicas). Who has less than its share
-                 asks the one that has most for a pod, and is handed it by name, so nothing moves without need. Where
-                 nobody claims a pod for a whole ttl (a replica that cannot reach that partition), anybody does.
+  it is spread   a replica claims free pods up to its share, ceil(pods / replicas). With less than its share it asks
+                 the replica that has most for a pod, and is handed that pod by name, so nothing moves without need.
+                 A pod that nobody has claimed for a whole ttl (its replica cannot reach that partition) any replica
+                 may claim.
 
 Two replicas can hold a lease only where Redis forgets that it gave one (a failover to a copy that lags behind, a clock
 that jumps forward): then the epochs decide.

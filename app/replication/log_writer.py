@@ -1,8 +1,8 @@
 """Changes through the log: the Writer of HTTP handlers, and what a feed of followed streams calls.
 
 A call of a handler returns when its entry is in the log and applied here, so the sender's next match sees it. What can
-be refused is refused before it is in the log, by the picture of now; the same question is asked once more when it is
-applied, by the picture of then.
+be refused is refused before it enters the log, judged by the present picture; it is judged again, by the picture of that
+moment, when it is applied.
 
 While the log is away a call waits `answer_timeout_s` and then says LogAway: nothing was changed when it had not been
 sent yet; else nobody can know before Redis is back, and a batch with a `seq` may safely be sent again.

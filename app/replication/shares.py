@@ -1,7 +1,7 @@
 """Who should follow which pod: what a replica claims and asks others for, so that each comes to its share.
 
-A share is ceil(pods / replicas), counted over all partitions as this replica knows them, every wish taken for
-fulfilled. Nothing is said or decided here: Redis decides (leases.lua), and app/replication/leases.py tells it.
+A share is ceil(pods / replicas), counted over all partitions as this replica knows them, as if every wish were
+fulfilled already. This module only computes wishes: app/replication/leases.py sends them, and Redis decides (leases.lua).
 """
 
 from __future__ import annotations

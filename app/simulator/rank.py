@@ -2,7 +2,7 @@
 time.
 
 After each step the rank waits for the step's simulated duration, publishes what the step did, and hands
-out the tokens, in that order: without a lag, who has an answer may rely on the events being out. Sequence
+out the tokens, in that order: without a lag, the events of a step have left before its answer arrives. Sequence
 numbers are the rank's own and start again at 0 when the engine restarts. The fault switches act on the way
 out: what is dropped stays in the replay buffer, what is duplicated leaves twice, and with a lag everything
 leaves later, in order.

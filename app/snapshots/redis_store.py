@@ -4,12 +4,13 @@
     {TAG}:newest, {TAG}:previous  what there is: Placed as JSON
     {TAG}:lock                    the replica that writes one now
 
-One hash tag, so all of it lies on one node of a cluster and one script may switch it. A generation is written under
-names of its own, with a life of PIECE_LIFE_S that ends should its writer die. The last step is one script: only while the
-lock is still the writer's, the pieces are kept for good, the newest becomes the previous, and the one before that is
-left a while for whoever is reading it. So what a reader finds is whole, and nothing is left over.
+All keys have one hash tag, so they lie on one node of a cluster and one script may switch them. A generation is written
+under names of its own that expire after PIECE_LIFE_S, so nothing is left over if its writer dies. The last step is one
+script. It works only while the writer still holds the lock: it makes the pieces permanent, makes the newest snapshot the
+previous one, and lets the one before that expire a little later, for a reader that is still at it. So what a reader finds
+is whole.
 
-Only commands of Redis 6.2 are used. The memory of a writer or a reader is a piece.
+Only commands of Redis 6.2 are used. A writer or a reader holds one piece in memory.
 """
 
 from __future__ import annotations

@@ -87,6 +87,20 @@ def test_a_dump_taken_twice_changes_nothing(make_indexer: Callable[..., Indexer]
         assert second.depths(PROMPT, pods=["pod-a"]) == {"pod-a": left}
 
 
+def test_a_dump_behind_batch_0_is_taken_twice(make_indexer: Callable[..., Indexer]) -> None:
+    """Its last line has number 0 and no event: that is no engine that begins anew, here or where it came from."""
+    first, second = make_indexer(), make_indexer()
+    first.events(stored([1, 2, 3], PROMPT), seq=0)
+    lines = dump(first)
+    for indexer in (second, second, first):
+        take(indexer, lines)
+        assert indexer.depths(PROMPT) == {"pod-a": 3}
+        assert indexer.get("/v1/pods/pod-a").json()["ranks"][0]["restarts"] == 0
+    # One that does begin anew is seen as ever.
+    second.events(stored([7], OTHER[:4]), seq=0)
+    assert second.depths(PROMPT) == {"pod-a": 1}
+
+
 def test_batches_go_on_behind_the_dump(make_indexer: Callable[..., Indexer]) -> None:
     first, second = make_indexer(), make_indexer()
     fill(first)

@@ -8,6 +8,7 @@ Objects of the core are made beforehand: nanobind ends the process where there i
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -58,7 +59,7 @@ def attempts(
     """Each way in which the call finds no memory, so many times in a row: the state behind it, and whether it failed."""
     for found in itertools.count():
         state = build()
-        failed, missed = fails(lambda state=state: call(state), found, missing)
+        failed, missed = fails(functools.partial(call, state), found, missing)
         if missed == 0:
             assert not failed, "the core says that there is no memory where there is"
             return

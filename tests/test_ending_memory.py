@@ -26,16 +26,15 @@ def answer(book: _native.AnswerBook, rows: list[tuple[int, int]]) -> bytes:
     return text
 
 
-def put(
-    book: _native.AnswerBook, source: int, state: str, opening: bytes = b'{"pod":"p",', name: str = "p"
-) -> None:
-    book.put(source, name, opening, 0, 16, state, 90.0)
+def put(book: _native.AnswerBook, source: int, state: str, name_bytes: int = 100) -> None:
+    opening = b'{"pod":"' + b"p" * name_bytes + b'",'
+    book.put(source, f"pod-{source}", opening, 0, 16, state, 90.0)
 
 
 def answer_book() -> _native.AnswerBook:
     book = _native.AnswerBook()
     for source in range(1, 4):
-        put(book, source, "live", name=f"pod-{source}")
+        put(book, source, "live")
     answer(book, [(1, 3)])
     return book
 
@@ -43,8 +42,7 @@ def answer_book() -> _native.AnswerBook:
 @pytest.mark.parametrize("missing", [1, ending_memory.FOR_EVER])
 def test_a_source_is_put_into_the_book_of_answers_as_a_whole(missing: int) -> None:
     """The longer opening, and the state that nobody had yet, of a row that is written next."""
-    opening = b'{"pod":"' + b"p" * 4_000 + b'",'
-    call = functools.partial(put, source=2, state="catching_up", opening=opening, name="pod-2")
+    call = functools.partial(put, source=2, state="catching_up", name_bytes=4_000)
     whole = answer_book()
     call(whole)
     said = {answer(answer_book(), [(2, 4)]), answer(whole, [(2, 4)])}

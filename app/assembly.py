@@ -17,14 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from app.auth.key_ring import key_ring
 from app.config import Settings, variable
-from app.connections import ConnectionLimits
 from app.discovery.discovery import Discovery, places
 from app.discovery.pods_file import place_of
 from app.errors import IndexerError, InvalidInput, InvalidSettings
 from app.events import EventBatch
 from app.fuzzy.fuzzy_index import FuzzyIndex
-from app.fuzzy_queries import fuzzy_index
 from app.index.prefix_index import PrefixIndex
 from app.ingest.feed import QueueLimits
 from app.ingest.registry import parse_pod, read_pods_file
@@ -32,21 +31,22 @@ from app.ingest.sequence import SequenceLimits
 from app.ingest.sockets import SocketLimits
 from app.ingest.vllm import decode_batch
 from app.ingest.zmq import ZmqIngest, ZmqSettings
-from app.key_ring import key_ring
 from app.lifecycle import Parts
-from app.loads import Loads
 from app.metrics.figures import Count, Figures
 from app.metrics.metrics import Metrics
+from app.observability.tracing import open_spans
 from app.pods import PodSpec
 from app.readiness import Readiness
-from app.router import Router
+from app.routing.loads import Loads
+from app.routing.router import Router
 from app.service import IndexerService, index_limits
+from app.service.fuzzy_queries import fuzzy_index
+from app.service.writers import DirectWriter, Writer
+from app.serving.connections import ConnectionLimits
 from app.snapshots.file import FileStore
 from app.snapshots.keeper import SnapshotKeeper
 from app.start import Start
 from app.tokenizer.front import Tokenizer
-from app.tracing import open_spans
-from app.writers import DirectWriter, Writer
 
 if TYPE_CHECKING:
     from app.replication.replica import Replica
@@ -152,7 +152,7 @@ def _counted(parts: Parts) -> dict[str, tuple[Count, Count]]:
         "fuzzy": (service.fuzzy.gauges, service.fuzzy.counters),
         "owners": (service.owners.gauges, service.owners.counters),
         "access": (parts.keys.gauges, parts.keys.counters),
-        "connections": (dict, parts.connections.counters),
+        "connections": (parts.connections.gauges, parts.connections.counters),
         "bodies": (parts.connections.body_room.gauges, parts.connections.body_room.counters),
     }
 

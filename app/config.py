@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from app.api_keys import ApiKey, parse_setting
+from app.auth.api_keys import ApiKey, parse_setting
 from app.errors import InvalidInput, InvalidSettings
-from app.redaction import redacted_value
+from app.observability.redaction import redacted_value
 
 PREFIX = "KVINDEXER_"
 
@@ -229,7 +229,9 @@ class Settings(BaseSettings):
         15.0, gt=0, description="Seconds of silence after which the live feed sends a comment."
     )
     connections_max: int = Field(
-        10_000, ge=1, description="HTTP connections and requests in progress; past it 503."
+        10_000,
+        ge=1,
+        description="HTTP connections; past it 503 for whoever comes, but for probes and metrics.",
     )
     keep_alive_s: int = Field(75, ge=1, description="Seconds that an idle HTTP connection is kept.")
     shutdown_grace_s: int = Field(

@@ -16,7 +16,7 @@ import re
 from urllib.parse import urlsplit
 
 from app.errors import InvalidInput
-from app.redaction import redacted
+from app.observability.redaction import redacted
 
 PORT_MAX = 65_535
 _HOST = re.compile(r"\*|[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?\]")

@@ -47,7 +47,9 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, array_like=True, ta
     tier: Tier = Tier.GPU
     group: int = 0
     extra_keys: tuple[bytes, ...] | None = None
-    metadata: bytes | None = None  # of the last block, an object in either notation as it came: app/hints.py
+    metadata: bytes | None = (
+        None  # of the last block, an object in either notation as it came: app/service/hints.py
+    )
 
     @property
     def block_count(self) -> int:
@@ -88,8 +90,8 @@ class PrefixesStored(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     lora: str | None = None
     tier: Tier = Tier.GPU
     group: int = 0
-    hints: bytes | None = None  # a list in either notation as it came: app/hints.py
-    owners: bytes | None = None  # likewise: app/owners.py
+    hints: bytes | None = None  # a list in either notation as it came: app/service/hints.py
+    owners: bytes | None = None  # likewise: app/service/owners.py
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag=3):

@@ -15,22 +15,22 @@ import logging
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from app.auth.key_ring import KeyRing
 from app.config import Settings
-from app.connections import ConnectionLimits
 from app.discovery.discovery import Discovery
 from app.ingest.zmq import ZmqIngest
-from app.key_ring import KeyRing
-from app.loads import Loads
 from app.metrics.metrics import Metrics
+from app.observability.tracing import Spans
 from app.pods import PodSpec
 from app.readiness import Readiness
-from app.router import Router
+from app.routing.loads import Loads
+from app.routing.router import Router
 from app.service import IndexerService
+from app.service.writers import Writer
+from app.serving.connections import ConnectionLimits
 from app.snapshots.keeper import SnapshotKeeper
 from app.start import Start
 from app.tokenizer.front import Tokenizer
-from app.tracing import Spans
-from app.writers import Writer
 
 if TYPE_CHECKING:
     from app.replication.replica import Replica

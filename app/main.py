@@ -37,6 +37,7 @@ from app.api.observation import RequestObservation
 from app.api.short_cut import ShortCut
 from app.api.short_way import ShortWay
 from app.api.starting import Starting
+from app.api.turned_away import TurnedAway
 from app.api.wiring import Wiring, attach
 from app.assembly import assembled
 from app.config import Settings
@@ -129,7 +130,7 @@ def _set_front(app: Application, parts: Parts, wiring: Wiring, *, short_way: boo
         access = Access(front, keys=parts.keys, clock=wiring.clock, page=functools.partial(pages.page, 401))
         front = access
     observation = RequestObservation(
-        front,
+        TurnedAway(front, parts.connections),
         metrics=parts.metrics,
         access_log_every=parts.settings.access_log_every,
         spans=parts.spans,

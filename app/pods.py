@@ -59,6 +59,7 @@ class Source:
     loss_cause: str = ""  # why it is incomplete
     away_cause: str = ""  # why nobody knows what was told since; "" while what is told comes through
     offloads: bool = False  # has spoken of a tier other than the GPU's
+    cleared_loss: str = ""  # what a clear made up for, as long as it has not
     last_seq: int | None = None  # newest sequence number that a match already sees
     last_digest: int | None = None  # of the batch `last_seq` of a followed stream
     first_digest: int | None = None  # of posted batch 0

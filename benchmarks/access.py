@@ -23,10 +23,10 @@ from uvicorn.server import ServerState
 
 from app.api import pages
 from app.api.access import Access
-from app.api_keys import parse_keys
+from app.auth.api_keys import parse_keys
+from app.auth.key_ring import Bucket, KeyRing
 from app.config import load_settings
-from app.connections import BoundedProtocol, ConnectionLimits
-from app.key_ring import Bucket, KeyRing
+from app.serving.connections import BoundedProtocol, ConnectionLimits
 from benchmarks.measure import print_line, print_machine
 
 KEYS = 100

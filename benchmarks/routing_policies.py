@@ -7,9 +7,9 @@ The trace is one of Mooncake's form (https://github.com/kvcache-ai/Mooncake): a 
 
 The pods are as simple as can be: a cache of `--blocks` blocks, of which a prompt's last leave first; prefill of one
 request after the other at `--prefill-rate` tokens/s, then `--decode-s` a token. What is chosen with is the
-product's own code, app/routing.py. Each policy runs without loads, when its own choices are all it knows, and with
-loads that are `--load-age-s` old. Checked on the way: round robin gives every pod the same number of requests, and no
-policy hits more than one cache as large as all of them.
+product's own code, app/routing/routing.py. Each policy runs without loads, when its own choices are all it knows, and
+with loads that are `--load-age-s` old. Checked on the way: round robin gives every pod the same number of requests, and
+no policy hits more than one cache as large as all of them.
 
 Balance is the busiest pod over the mean, of requests and of tokens computed.
 """
@@ -25,10 +25,10 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from app.choices import Outstanding, RecentWork, mean
 from app.pods import Source, SourceState
-from app.routing import RECENT_CHOICES, Candidate, Load, Policy, rank
-from app.scoring import build_row
+from app.routing.choices import Outstanding, RecentWork, mean
+from app.routing.routing import RECENT_CHOICES, Candidate, Load, Policy, rank
+from app.service.scoring import build_row
 from benchmarks.measure import print_line, print_machine
 
 BLOCK_TOKENS = 512
@@ -77,7 +77,7 @@ class LruPod:
 
 
 class Chooser:
-    """What app/router.py does around app/routing.py, without a service."""
+    """What app/routing/router.py does around app/routing/routing.py, without a service."""
 
     def __init__(self, policy: Policy, pods: int, load_age_s: float | None, decay_s: float) -> None:
         self._policy = policy

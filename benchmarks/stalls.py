@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Iterable
 
 from app.index.prefix_index import IndexLimits
-from app.service import SWEPT_A_PART
+from app.service.service import SWEPT_A_PART
 from benchmarks.measure import Goal, print_line, print_machine, print_timing, time_calls
 from benchmarks.prefix_index import CHAIN_BLOCKS, Workload
 

@@ -4,8 +4,8 @@
 // some 100 us, as text from here 2. So what an answer says of a source beside its depths is kept here,
 // already quoted, and kept true by the registry; a row is then a few numbers between pieces of text.
 //
-// The rules are those of app/scoring.py, in the same order: depths of contexts of several block sizes are
-// merged in tokens, tier by tier; the best comes first; ties go by name and rank; ages are whole
+// The rules are those of app/service/scoring.py, in the same order: depths of contexts of several block sizes
+// are merged in tokens, tier by tier; the best comes first; ties go by name and rank; ages are whole
 // milliseconds. The tests hold both together.
 //
 // Sources lie in the order of names and ranks, which is the order of rows that reach as far as each other, as

@@ -224,6 +224,7 @@ void bind_index(nb::module_& m) {
       .def("add_owner", &PrefixIndex::add_owner)
       .def("clear_owner", &PrefixIndex::clear_owner)
       .def("owner_claims", &PrefixIndex::owner_claims)
+      .def("unclaimed_owners", &PrefixIndex::unclaimed_owners)
       .def("prefix_of",
            [](PrefixIndex& self, uint32_t context, uint32_t source, uint32_t tier, uint32_t group,
               uint64_t engine_hash,

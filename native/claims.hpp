@@ -45,16 +45,30 @@ class OwnerBook {
 
   uint32_t add() {
     claims_of_.emplace(last_ + 1, 0);
+    ++unclaimed_;
     return ++last_;
   }
   // Its claims stay in their tables until `is_live` has them swept away.
-  void clear(uint32_t owner) { claims_of_.erase(owner); }
+  void clear(uint32_t owner) {
+    const auto of_owner = claims_of_.find(owner);
+    if (of_owner == claims_of_.end()) return;
+    unclaimed_ -= of_owner->second == 0 ? 1 : 0;
+    claims_of_.erase(of_owner);
+  }
   bool is_live(const Claim& claim) const { return claims_of_.contains(claim.owner); }
 
   uint64_t claims() const { return claims_; }
   uint64_t refused() const { return refused_; }
   // (owner, claims) of every living owner, in no order.
   std::vector<std::pair<uint32_t, uint64_t>> owners() const { return {claims_of_.begin(), claims_of_.end()}; }
+  // Living owners without a claim; O(1) where there are none.
+  std::vector<uint32_t> unclaimed() const {
+    std::vector<uint32_t> found;
+    if (unclaimed_ == 0) return found;
+    for (const auto& [owner, claims] : claims_of_)
+      if (claims == 0) found.push_back(owner);
+    return found;
+  }
 
   void claim(ClaimTable& table, uint64_t prefix, uint32_t slot, uint32_t owner) {
     const auto of_owner = claims_of_.find(owner);
@@ -69,7 +83,7 @@ class OwnerBook {
     note(table, prefix);
     table.insert({prefix, slot, owner});
     ++claims_;
-    ++of_owner->second;
+    unclaimed_ -= of_owner->second++ == 0 ? 1 : 0;
   }
   // The next `claim`, if it is that of this prefix, needs no memory.
   void make_way(ClaimTable& table, uint64_t prefix) {
@@ -103,7 +117,8 @@ class OwnerBook {
   // For a claim that is leaving its table by another way.
   void discount(const Claim& claim) {
     --claims_;
-    if (const auto of_owner = claims_of_.find(claim.owner); of_owner != claims_of_.end()) --of_owner->second;
+    if (const auto of_owner = claims_of_.find(claim.owner); of_owner != claims_of_.end())
+      unclaimed_ += --of_owner->second == 0 ? 1 : 0;
   }
 
   void begin_notes() { notes_.emplace(); }
@@ -135,6 +150,7 @@ class OwnerBook {
   std::unordered_map<uint32_t, uint64_t> claims_of_;  // of living owners
   uint32_t last_ = 0;
   uint64_t claims_ = 0, refused_ = 0;
+  size_t unclaimed_ = 0;                            // of `claims_of_`
   std::optional<SegmentedTable<ClaimNote>> notes_;  // while an export is under way
 };
 

@@ -17,6 +17,7 @@
 #include "holder_sets.hpp"
 #include "id_table.hpp"
 #include "segmented_table.hpp"
+#include "xxh64.hpp"
 
 namespace kvindexer {
 
@@ -30,7 +31,7 @@ struct Place {  // where blocks lie, without the context
 };
 
 struct Mark {    // a source is expected to hold a prefix soon
-  uint64_t key;  // the prefix hash
+  uint64_t key;  // mix64(prefix hash): whoever announces may send any
   uint32_t local;
   Tick deadline;  // never 0
   uint64_t epoch;
@@ -239,7 +240,7 @@ struct Context {
     return mark.deadline > now && mark.epoch == sources[mark.local].mark_epoch;
   }
   Mark* find_mark(uint64_t prefix, uint32_t local) {
-    for (Mark* mark = marks.find(prefix); mark != nullptr; mark = marks.next_equal(mark))
+    for (Mark* mark = marks.find(mix64(prefix)); mark != nullptr; mark = marks.next_equal(mark))
       if (mark->local == local) return mark;
     return nullptr;
   }

@@ -59,15 +59,17 @@ inline const uint8_t* find_byte(const uint8_t* from, const uint8_t* end, char wa
 }
 
 // The closing quote of the string that is open at `at`, null when there is none; `escaped` when it has an
-// escape in it.
+// escape in it. A quote is looked for again only behind an escaped one: from every escape it would be
+// quadratic.
 inline const uint8_t* end_of_string(const uint8_t* at, const uint8_t* end, bool& escaped) {
   escaped = false;
-  while (const uint8_t* quote = find_byte(at, end, '"')) {
-    const uint8_t* escape = find_byte(at, quote, '\\');
+  const uint8_t* quote = find_byte(at, end, '"');
+  while (quote != nullptr) {
+    const uint8_t* const escape = find_byte(at, quote, '\\');
     if (escape == nullptr) return quote;
     escaped = true;
-    if (end - escape < 2) return nullptr;
     at = escape + 2;
+    if (at > quote) quote = find_byte(at, end, '"');
   }
   return nullptr;
 }

@@ -211,7 +211,7 @@ class MatchWalk {
   }
 
   void follow_marks(Context& context, uint64_t prefix, size_t block, Tick now, size_t& open_marks) {
-    for (const Mark* mark = context.marks.find(prefix); mark != nullptr;
+    for (const Mark* mark = context.marks.find(mix64(prefix)); mark != nullptr;
          mark = context.marks.next_equal(mark)) {
       if (!context.is_live(*mark, now)) continue;
       if (block != 0 && walkers_[mark->local].query != query_) continue;

@@ -8,7 +8,8 @@
 // and goes the general way (app/api/short_events.py), which reads all; the tests hold both equal.
 //
 // What only its source can say (whether the block size is its own, whether a number is the next) is asked by
-// app/batches.py between the two. Bound: kBytesMax of a payload, so at most about 12 times that is kept.
+// app/service/batches.py between the two. Bound: kBytesMax of a payload, so at most about 12 times that is
+// kept.
 #pragma once
 
 #include <algorithm>

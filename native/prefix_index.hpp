@@ -159,6 +159,7 @@ class PrefixIndex {
     remains_ = true;
   }
   std::vector<std::pair<uint32_t, uint64_t>> owner_claims() const { return owners_.owners(); }
+  std::vector<uint32_t> unclaimed_owners() const { return owners_.unclaimed(); }
 
   // -- events (owner 0: none)
 
@@ -320,8 +321,8 @@ class PrefixIndex {
     std::optional<uint64_t> parent = {};    // on which the first block of a chain stands
     BlockId before = kNoBlock;              // record of the block before the next one; kNoBlock: it has none
     BlockId record = kNoBlock;              // of the only block, where that is known
-    bool restating = false;  // a root event: leading blocks that the slot names are told again, not copied
-    std::optional<uint32_t> slot = {};  // made with the first block that is stored
+    bool restating = false;                 // what the slot names is told once more, and not copied
+    std::optional<uint32_t> slot = {};      // made with the first block that is stored
     uint32_t owner = 0;
     size_t next = 0;
     std::optional<OrphanBook::Orphans::iterator> orphan = {};  // that waited until now, and has the blocks
@@ -363,6 +364,7 @@ class PrefixIndex {
   void hash_blocks(const Context& context, uint64_t chain_from, size_t blocks, const uint8_t* tokens,
                    const ExtraKeys& extra, std::vector<uint64_t>& prefixes) const;
   static size_t plain_blocks(bool parent, const ExtraKeys& extra, size_t blocks);
+  bool is_restated(Context& context, Frame& frame, Tick now);
   uint64_t store_frame(Context& context, Frame first, Tick now, bool count_copies);
   uint64_t store_next(const Storing& by, std::vector<Frame>& frames);
   void renew_parent(Context& context, Frame& frame);
@@ -376,7 +378,7 @@ class PrefixIndex {
   void store_renamed(const Storing& by, Frame& frame);
   void store_new(const Storing& by, Frame& frame);
   void store_block(const Storing& by, Frame& frame);
-  bool store_name(const Storing& by, const Frame& frame, size_t block, BlockId& id);
+  void store_name(const Storing& by, const Frame& frame, size_t block, BlockId& id);
   // Before a block is stored: all that `see` needs memory for.
   void expect(const Storing& by, const Frame& frame, uint64_t prefix) {
     if (!by.told) return;

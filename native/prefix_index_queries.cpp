@@ -27,7 +27,7 @@ uint64_t PrefixIndex::add_speculative(uint32_t id, uint32_t source, HashList has
       mark->deadline = context.is_live(*mark, now) ? std::max(mark->deadline, now + ttl) : now + ttl;
       mark->epoch = of_source.mark_epoch;
     } else if (marks_ < limits_.speculative_blocks_max) {
-      context.marks.insert(Mark{prefix, local, now + ttl, of_source.mark_epoch});
+      context.marks.insert(Mark{mix64(prefix), local, now + ttl, of_source.mark_epoch});
       ++marks_;
     } else {
       ++statistics_.speculative_refused;

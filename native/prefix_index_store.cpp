@@ -42,7 +42,7 @@ Stored PrefixIndex::store(const Place& place, uint32_t id, std::span<const uint6
   frame.plain = plain_blocks(plain, extra, blocks);
   frame.parent = before == kNoBlock ? std::nullopt : std::optional(chain_from);
   frame.before = before;
-  frame.restating = !parent && blocks > 1;
+  frame.restating = !parent && count_copies && is_restated(context, frame, now);
   frame.owner = owner;
   return {store_frame(context, std::move(frame), now, count_copies), 0, 0};
 }
@@ -93,7 +93,7 @@ Stored PrefixIndex::store_hashed(const Place& place, uint32_t id, std::span<cons
   }
   if (plain) frame.plain = contents.size();
   frame.contents = std::move(contents);
-  frame.restating = !chain_from && engine_hashes.size() > 1;
+  frame.restating = !chain_from && count_copies && is_restated(context, frame, now);
   frame.owner = owner;
   return {store_frame(context, std::move(frame), now, count_copies), 0, 0};
 }
@@ -111,6 +111,25 @@ size_t PrefixIndex::plain_blocks(bool parent, const ExtraKeys& extra, size_t blo
   size_t plain = 0;
   while (parent && plain < blocks && extra.of(plain).empty()) ++plain;
   return plain;
+}
+
+// Whether a root event tells nothing but what its slot names already. Nearly every event ends with its first
+// block.
+bool PrefixIndex::is_restated(Context& context, Frame& frame, Tick now) {
+  const size_t blocks = frame.engine_hashes.size();
+  const std::optional<uint32_t> slot = context.find_slot(frame.place);
+  if (blocks < 2 || !slot) return false;
+  BlockId id = kNoBlock;
+  for (size_t block = 0; block < blocks; ++block) {
+    id = context.find_child(sets_, id, prefix_at(frame, block));
+    if (!holds(*slot, id, now)) return false;
+    bool is_named = false;
+    each_name(mix64(frame.engine_hashes[block]), [&](const Naming& name) {
+      return is_named = owns(name, context, *slot) && record_of(name) == id;
+    });
+    if (!is_named) return false;
+  }
+  return true;
 }
 
 // Stores the blocks of a frame and of every orphan that they release, depth first.
@@ -263,7 +282,6 @@ void PrefixIndex::store_known(const Storing& by, Frame& frame) {
       step.take();
       ++slot.blocks;
       slot.digest += mix64(prefix);
-      frame.restating = false;
     }
     see(by, frame, block, id, record);
   }
@@ -300,7 +318,6 @@ void PrefixIndex::store_renamed(const Storing& by, Frame& frame) {
         sets_.retain(alone.id());
       }
       hold(context, *frame.slot, id, std::move(holders));
-      frame.restating = false;
     }
     see(by, frame, block, id, record);
   }
@@ -378,7 +395,6 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
     ++context.records;
     ++slot.blocks;
     slot.digest += mix64(prefix);
-    frame.restating = false;
     see(by, frame, block, id, record);
   }
 }
@@ -393,14 +409,13 @@ void PrefixIndex::store_block(const Storing& by, Frame& frame) {
   if (id == kNoBlock)
     id = frame.is_chain ? context.find_child(sets_, frame.before, prefix)
                         : find_near(context, frame.before, prefix);
-  if (!store_name(by, frame, block, id)) frame.restating = false;
+  store_name(by, frame, block, id);
   see(by, frame, block, id, pool_[id]);
 }
 
 // The frame's slot names the prefix by the block's engine hash, once more where that counts; `id` is the
-// prefix's record, kNoBlock when there is none, and becomes the one that there is then. Tells whether the
-// slot named it so before.
-bool PrefixIndex::store_name(const Storing& by, const Frame& frame, size_t block, BlockId& id) {
+// prefix's record, kNoBlock when there is none, and becomes the one that there is then.
+void PrefixIndex::store_name(const Storing& by, const Frame& frame, size_t block, BlockId& id) {
   Context& context = by.context;
   const uint32_t slot = *frame.slot;
   const uint64_t key = mix64(frame.engine_hashes[block]), prefix = frame.prefixes[block];
@@ -441,7 +456,6 @@ bool PrefixIndex::store_name(const Storing& by, const Frame& frame, size_t block
       aliases_.set(prefix, context.id, slot, aliases_.get(prefix, context.id, slot) + 1);
   }
   copies_.set(key, context.id, slot, more);
-  return held && owned;
 }
 
 }  // namespace kvindexer

@@ -47,6 +47,7 @@ EXAMPLES = (
         "/v1/events",
         {
             "pod": "pod-b",
+            "model": "m",
             "seq": 0,
             "events": [
                 {

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from tests.api_examples import EXAMPLES, Example
-from tests.test_serving import serving
+from tests.serving.test_serving import serving
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 BEGIN = "<!-- begin: written by `python -m tests.api_page` -->\n"

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import xxhash
@@ -133,6 +133,9 @@ class ReferenceIndex:
 
     def owner_claims(self) -> dict[int, int]:
         return {owner: sum(owner in owners for owners in self._claims.values()) for owner in self._owners}
+
+    def unclaimed_owners(self) -> list[int]:
+        return [owner for owner, claims in self.owner_claims().items() if claims == 0]
 
     def add_source(self) -> int:
         source = next(self._source_ids)
@@ -263,14 +266,12 @@ class ReferenceIndex:
             raise InvalidInput("engine_hashes, prefix_hashes and contents do not go together")
         slot = self._slot(source, tier, group, self._use(context))
         known = self._contexts[context]
-        restating = chain_from is None and len(names) > 1
+        restating = chain_from is None and self._restates(slot, names, prefixes)
         plain_blocks = len(contents) // 16 if chain_from is None or chain_from in known.plain else 0
         if chain_from is None or chain_from in known.ever_plain:
             known.ever_plain.update(prefixes[: len(contents) // 16])
         stored = 0
         for i, (engine_hash, prefix) in enumerate(zip(names, prefixes, strict=True)):
-            name = self._names.get(slot, {}).get(engine_hash)
-            restating = restating and name is not None and name.prefix == prefix
             self._hold(slot, engine_hash, prefix, count_copies and not restating, owner)
             if i < plain_blocks:
                 known.plain.add(prefix)
@@ -590,9 +591,9 @@ class ReferenceIndex:
     def _chain(self, run: _Run, before: int, count_copies: bool) -> int:
         """Depth first without recursion: a run waits on the stack while orphans of its last block go in."""
         stored = 0
-        restating = (
-            len(run.blocks) > 1 and before == self._contexts[run.slot[3]].seed
-        )  # a root event comes first
+        prefixes = _chained((block.content for block in run.blocks), before)
+        is_root = before == self._contexts[run.slot[3]].seed
+        restating = is_root and self._restates(run.slot, [b.engine_hash for b in run.blocks], prefixes)
         context = self._contexts[run.slot[3]]
         work = [(run, iter(run.blocks), before, before == context.seed or before in context.plain)]
         while work:
@@ -606,8 +607,6 @@ class ReferenceIndex:
             plain = plain and block.plain
             work.append((run, blocks, prefix, plain))
             if block.living:
-                name = self._names.get(run.slot, {}).get(block.engine_hash)
-                restating = restating and name is not None and name.prefix == prefix
                 self._hold(run.slot, block.engine_hash, prefix, count_copies and not restating, run.owner)
                 stored += 1
                 if plain:
@@ -616,6 +615,12 @@ class ReferenceIndex:
             plain = plain or prefix in context.plain
             work += [(orphan, iter(orphan.blocks), prefix, plain) for orphan in reversed(waiting)]
         return stored
+
+    def _restates(self, slot: Slot, names: Sequence[int], prefixes: Sequence[int]) -> bool:
+        """A root event of two or more blocks tells nothing but what its slot names."""
+        known = {name: named.prefix for name, named in self._names.get(slot, {}).items()}
+        pairs = zip(names, prefixes, strict=True)
+        return len(names) > 1 and all(known.get(name) == prefix for name, prefix in pairs)
 
     def _take_waiting(self, slot: Slot, engine_hash: int) -> list[_Run]:
         """The orphans that wait for this block of the source, oldest first; they do not wait any more."""
@@ -764,6 +769,12 @@ def _hash_chain(context: _Context, token_ids: bytes, extra_keys: Iterable[bytes]
     for content, key in zip(tokens, keys, strict=False):
         chain.append(xxhash.xxh64_intdigest(content + key, seed=chain[-1]))
     return chain[1:]
+
+
+def _chained(contents: Iterable[bytes], seed: int) -> list[int]:
+    return list(itertools.accumulate(contents, lambda h, c: xxhash.xxh64_intdigest(c, seed=h), initial=seed))[
+        1:
+    ]
 
 
 def _mix64(key: int) -> int:

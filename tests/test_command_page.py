@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.command_page import PAGE, commands, page
+from tests.serving.test_serving import finished
 from tests.test_readme import section
-from tests.test_serving import finished
 
 WORDS = [words for words, _ in commands()]
 

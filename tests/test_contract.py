@@ -18,7 +18,7 @@ from schemathesis.transport.serialization import Binary
 
 from app.config import load_settings
 from app.main import create_app
-from tests.test_serving import serving
+from tests.serving.test_serving import serving
 
 # Said by the server when a request has a head that it cannot read, such as one of more than 64 KiB: the application
 # never sees it.

@@ -71,7 +71,7 @@ def prompt(first: int, count: int) -> list[int]:
     return list(range(first, first + count))
 
 
-# -- hybrid models: a full-attention group beside a sliding-window one
+# -- blocks that are told again: computed once more, or reused
 
 
 def full(first_block: int, blocks: int = 1, *, group: int = 1) -> Stored:
@@ -85,6 +85,32 @@ def full(first_block: int, blocks: int = 1, *, group: int = 1) -> Stored:
         group_idx=group,
         kv_cache_spec_kind="full_attention",
     )
+
+
+@pytest.mark.parametrize("again", [1, 2, 3])
+def test_leading_blocks_that_are_computed_again_are_copies(make: MakeEngine, again: int) -> None:
+    """EAGLE gives back the last block of a hit, a prompt whose log-probabilities are asked for reads no cache."""
+    engine = make()
+    engine.say(full(0, again))
+    engine.say(full(0, 4))
+    names = [100 + block for block in reversed(range(again))]
+    engine.say(*(Removed(block_hashes=[name], group_idx=1) for name in names))
+    assert engine.tiers(4 * BLOCK) == (4 * BLOCK, 4 * BLOCK)
+    engine.say(*(Removed(block_hashes=[name], group_idx=1) for name in names))
+    assert engine.tiers(4 * BLOCK) == (0, 0)
+
+
+@pytest.mark.parametrize("told", [2, 3])
+def test_reused_blocks_that_are_told_once_more_are_no_copies(make: MakeEngine, told: int) -> None:
+    """What vLLM says for a request with `kv_cache_report_mode: full`: the blocks of the hit, then those behind it."""
+    engine = make()
+    engine.say(full(0, 3))
+    engine.say(full(0, told), full(3))
+    engine.say(Removed(block_hashes=[100 + told - 1], group_idx=1))
+    assert engine.tiers(4 * BLOCK) == ((told - 1) * BLOCK, (told - 1) * BLOCK)
+
+
+# -- hybrid models: a full-attention group beside a sliding-window one
 
 
 def sliding(names: list[int], tokens: int) -> Stored:

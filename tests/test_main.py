@@ -8,7 +8,7 @@ import time
 import httpx
 
 from tests.ingest.publisher import Publisher
-from tests.test_serving import serving
+from tests.serving.test_serving import serving
 
 DEADLINE_S = 20.0
 

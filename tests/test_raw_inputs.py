@@ -23,7 +23,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from app.api_keys import read_keys_file
+from app.auth.api_keys import read_keys_file
 from app.config import Settings
 from app.errors import InvalidInput, SnapshotRefused, UnreadableBatch
 from app.index.prefix_index import PrefixIndex
@@ -47,9 +47,9 @@ from app.replication.entries import (
 )
 from app.service import IndexerService, index_limits
 from app.snapshots.frames import FrameDecoder, FrameEncoder
+from tests.serving.test_serving import serving
 from tests.snapshots.test_file import STATE
 from tests.test_raw_bytes import EXAMPLES, damaged
-from tests.test_serving import serving
 
 CAPTURES = Path(__file__).parent / "data" / "captures"
 PAYLOAD = encode_batch(

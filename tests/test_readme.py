@@ -19,8 +19,8 @@ import pytest
 
 from app.config import Settings, variable
 from tests.deploy.test_deployment import free_port
+from tests.serving.test_serving import DEADLINE_S, ROOT, finished, serving, start
 from tests.test_operations_page import shown
-from tests.test_serving import DEADLINE_S, ROOT, finished, serving, start
 
 PAGE = (ROOT / "README.md").read_text()
 

@@ -23,8 +23,8 @@ from fastapi import Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.api.problems import problem
-from app.api_keys import Scope as KeyScope
-from app.key_ring import RATE, SMALL_SCOPE, UNKNOWN_KEY, WITHOUT_KEY, Bucket, KeyRing
+from app.auth.api_keys import Scope as KeyScope
+from app.auth.key_ring import RATE, SMALL_SCOPE, UNKNOWN_KEY, WITHOUT_KEY, Bucket, KeyRing
 
 OPEN = frozenset({"/healthz", "/readyz"})
 OPEN_FILES = "/dashboard/"

@@ -51,6 +51,8 @@ _PARSERS = {  # by notation and bytes a number
 }
 _SIGNED_PARSERS = {(JSON, 8): _native.json_hashes, (MSGPACK, 8): _native.msgpack_hashes}
 
+_ENCODERS: Mapping[str, Callable[[Any], bytes]] = {JSON: msgspec.json.encode, MSGPACK: msgspec.msgpack.encode}
+
 Fields = dict[str, msgspec.Raw]
 Model = TypeVar("Model", bound=BaseModel)
 Kind = TypeVar("Kind")
@@ -325,9 +327,17 @@ def _name(notation: str) -> str:
 
 def answer(request: Request, content: Any, status: int = 200) -> Response:
     """`content` in the notation that the request prefers; JSON unless it asks for msgpack."""
-    if wants_msgpack(request.headers.get("accept", "")):
-        return Response(msgspec.msgpack.encode(content), status, media_type=MSGPACK)
-    return Response(msgspec.json.encode(content), status, media_type=JSON)
+    notation = answer_notation(request)
+    return Response(_ENCODERS[notation](content), status, media_type=notation)
+
+
+def answer_notation(request: Request) -> str:
+    return MSGPACK if wants_msgpack(request.headers.get("accept", "")) else JSON
+
+
+def part(content: Any, notation: str) -> msgspec.Raw:
+    """A part of an answer, encoded before the others are made."""
+    return msgspec.Raw(_ENCODERS[notation](content))
 
 
 @functools.lru_cache(maxsize=256)

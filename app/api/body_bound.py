@@ -1,18 +1,18 @@
-"""What requests keep of their bodies takes room of app/body_room.py, and is refused where there is none.
+"""What requests keep of their bodies takes room of app/serving/body_room.py, and is refused where there is none.
 
 This layer lies behind keys and rates and in front of the short way and the routes, so no route can bypass it; bytes that
-the connection itself reads are counted there (app/short_connections.py). It counts the bytes that come, whatever their
-Content-Length says, and a reader of the body meets the refusal as any other fault of the body. Once its answer begins, a
-request keeps nothing: a stream calls `receive` only to learn when its client goes. Cost: `receive` and `send` are wrapped
-for each request that goes to the routes.
+the connection itself reads are counted there (app/serving/short_connections.py). It counts the bytes that come, whatever
+their Content-Length says, and a reader of the body meets the refusal as any other fault of the body. Once its answer
+begins, a request keeps nothing: a stream calls `receive` only to learn when its client goes. Cost: `receive` and `send`
+are wrapped for each request that goes to the routes.
 """
 
 from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.body_room import BodyRoom
 from app.errors import NoRoom
+from app.serving.body_room import BodyRoom
 
 
 class BodyBound:

@@ -1,6 +1,6 @@
 """Registration as Mooncake's conductor and Dynamo's standalone indexer have it, for routers that exist today.
 
-The words of those systems are translated at this edge (app/instances.py says how), and the service knows nothing of
+The words of those systems are translated at this edge (app/api/instances.py says how), and the service knows nothing of
 them. Answers have the fields of both, so a client of either finds its own. docs/compatibility.md lists where this
 service differs on purpose.
 """
@@ -15,10 +15,10 @@ from fastapi import APIRouter, Request, Response
 
 from app.api import bodies
 from app.api.document import described
+from app.api.instances import DEFAULT, Instance, Partition, instance_of, model_of
 from app.api.wiring import Wiring, wiring_of
 from app.endpoints import Endpoint, rank_endpoints
 from app.errors import InvalidInput, UnknownPod
-from app.instances import DEFAULT, Instance, Partition, instance_of, model_of
 from app.pods import Pod, PodSpec, Source, SourceState
 from app.schemas.compatibility import (
     GlobalViewResponse,

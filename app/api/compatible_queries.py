@@ -15,10 +15,10 @@ from fastapi import APIRouter, Request, Response
 from app.api import bodies
 from app.api.compatibility import answer, model_name, partition_of, read_fields, required_model
 from app.api.document import described
+from app.api.instances import Partition, instance_of, model_of
 from app.api.wiring import Wiring, wiring_of
 from app.errors import InvalidInput
 from app.extra_keys import query_extra_keys
-from app.instances import Partition, instance_of, model_of
 from app.schemas.compatibility import (
     LookupFields,
     LookupRequest,
@@ -28,8 +28,8 @@ from app.schemas.compatibility import (
     QueryRequest,
     QueryResponse,
 )
-from app.scoring import TIER_LABELS
 from app.service import MatchQuery, MatchResult
+from app.service.scoring import TIER_LABELS
 
 router = APIRouter(tags=["compatibility"])
 

@@ -21,7 +21,7 @@ from app.events import BlockRemoved, Envelope, EventBatch, PrefixesStored
 from app.ingest.vllm import EventPost, decode_batch, decode_json_events
 from app.schemas.events import EventsFields, EventsRequest, EventsResponse
 from app.service import BatchResult, IndexerService
-from app.writers import Writer
+from app.service.writers import Writer
 
 router = APIRouter(prefix="/v1", tags=["events"])
 
@@ -33,8 +33,9 @@ async def events(request: Request) -> Response:
     """Applies one batch of one rank of a pod; an unknown pod is registered when the batch names its model.
 
     As `application/msgpack` the body is the payload frame that an engine publishes, of any vLLM or SGLang
-    release, and the other fields are query parameters. An event that cannot be used is skipped and named in
-    `rejected`; when none can be used, nothing changes and the answer is a 422 that names each fault.
+    release, and the other fields are query parameters, which go before its own time and rank. An event that
+    cannot be used is skipped and named in `rejected`; when none can be used, nothing changes and the answer is
+    a 422 that names each fault.
 
     A JSON batch whose `pod` is null removes blocks from every pod of `model` that names them.
     """
@@ -122,7 +123,8 @@ async def _remove_everywhere(writer: Writer, fields: EventsFields, batch: EventB
 def _from_payload(request: Request, service: IndexerService, body: bytes) -> tuple[EventsFields, EventBatch]:
     fields = bodies.validate_query(EventsFields, request)
     dp_rank = fields.dp_rank if "dp_rank" in fields.model_fields_set else None
-    return fields, decode_payload(service, body, fields.pod, dp_rank)
+    batch = decode_payload(service, body, fields.pod, dp_rank)
+    return fields, batch if fields.ts is None else msgspec.structs.replace(batch, ts=fields.ts)
 
 
 def _from_json(wiring: Wiring, body: bytes) -> tuple[EventsFields, EventBatch]:

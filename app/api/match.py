@@ -13,7 +13,6 @@ from app.api.document import described
 from app.api.prompts import ARRAYS, HASHES_ALONE, make_query, read_query
 from app.api.wiring import Wiring, wiring_of
 from app.errors import IndexerError, InvalidInput
-from app.hints import Hint
 from app.schemas.fields import PODS_ASKED_MAX
 from app.schemas.match import (
     BatchRequest,
@@ -24,6 +23,7 @@ from app.schemas.match import (
     TextFields,
 )
 from app.service import MatchQuery, MatchResult, MatchRow
+from app.service.hints import Hint
 
 router = APIRouter(prefix="/v1", tags=["match"])
 
@@ -59,18 +59,26 @@ async def match_batch(request: Request) -> Response:
             raise InvalidInput(f"{name} is not known here", field=name)
     queries_max = wiring.settings.queries_max
     queries = bodies.raw_list(fields, notation, "queries", count_max=queries_max, bound="queries_max")
+    told_in = bodies.answer_notation(request)
     results = []
     for raw in queries:
-        results.append(await _batch_row(wiring, raw, notation))
+        # Encoded one by one: the rows of all as objects are many times their text.
+        results.append(await _batch_row(wiring, raw, notation, told_in))
         await asyncio.sleep(0)  # between two queries others have their turn
     return bodies.answer(request, {"results": results})
 
 
-async def _batch_row(wiring: Wiring, raw: msgspec.Raw, notation: str) -> dict[str, Any]:
+async def _batch_row(wiring: Wiring, raw: msgspec.Raw, notation: str, told_in: str) -> msgspec.Raw:
     try:
-        return _answer(wiring, await _fields_query(wiring, bodies.cut_fields(raw, notation), notation))
+        query = await _fields_query(wiring, bodies.cut_fields(raw, notation), notation)
+        if told_in == bodies.JSON and not (query.include_hashes or query.min_blocks or query.top_k):
+            told = wiring.service.match_json(query)
+            if told is not None:
+                wiring.metrics.observe_match(told.deepest_blocks)
+                return msgspec.Raw(told.body)
+        return bodies.part(_answer(wiring, query), told_in)
     except IndexerError as error:
-        return problems.content_of(error)
+        return bodies.part(problems.content_of(error), told_in)
 
 
 def _answer(wiring: Wiring, query: MatchQuery) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.correlation import CURRENT, Correlation, correlate
 from app.metrics.metrics import Metrics
-from app.tracing import Spans
+from app.observability.correlation import CURRENT, Correlation, correlate
+from app.observability.tracing import Spans
 
 logger = logging.getLogger("app.access")
 

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 from app.api import bodies
 from app.api.document import described
 from app.api.wiring import wiring_of
-from app.owners import OwnerInfo
 from app.schemas.owners import OwnersResponse
+from app.service.owners import OwnerInfo
 
 router = APIRouter(prefix="/v1/owners", tags=["owners"])
 

@@ -13,8 +13,8 @@ from app.api.wiring import Wiring, wiring_of
 from app.endpoints import check_metrics_url, rank_endpoints
 from app.errors import InvalidInput
 from app.events import Tier
+from app.observability.redaction import redacted
 from app.pods import Pod, PodSpec, Source
-from app.redaction import redacted
 from app.schemas.fields import Name
 from app.schemas.pods import PodRequest, PodResponse, PodsResponse, RemovedResponse, RemoveFields
 

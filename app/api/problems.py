@@ -17,7 +17,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
-from app.correlation import CURRENT
 from app.errors import (
     BatchRejected,
     BodyTooLarge,
@@ -35,6 +34,7 @@ from app.errors import (
     UnreadableBatch,
     UnreadableBody,
 )
+from app.observability.correlation import CURRENT
 
 CONTENT_TYPE = "application/problem+json"
 

@@ -14,8 +14,8 @@ from app.api.document import described
 from app.api.match import shown_hints
 from app.api.prompts import ARRAYS, read_query
 from app.api.wiring import wiring_of
-from app.router import RouteResult
-from app.routing import Load, Policy, Ranked, reason
+from app.routing.router import RouteResult
+from app.routing.routing import Load, Policy, Ranked, reason
 from app.schemas.fields import PODS_ASKED_MAX
 from app.schemas.route import RouteFields, RouteRequest, RouteResponse
 

@@ -2,10 +2,10 @@
 
 A server makes a task, a scope and two queues for each request, and each of the layers in front of the routes wraps
 `send` once more. For a request whose answer needs no waiting that is half of its cost. So the server may ask here
-first, with the whole request in its hand (app/short_connections.py). What must hold for every request holds here too,
-in the same order and by the same code: ids and metrics (app/api/observation.py), keys and rates (app/api/access.py),
+first, with the whole request in its hand (app/serving/short_connections.py). What must hold for every request holds here
+too, in the same order and by the same code: ids and metrics (app/api/observation.py), keys and rates (app/api/access.py),
 the start (app/api/starting.py), the bound of a body (app/api/short_way.py). Whoever is refused by one of them is handed
-back untouched, and refused by the layer itself; tests/test_short_connections.py holds both ways together.
+back untouched, and refused by the layer itself; tests/serving/test_short_connections.py holds both ways together.
 
 `find` needs the head only and changes nothing: a body that nobody will read is not waited for.
 """
@@ -21,7 +21,7 @@ from app import _native
 from app.api.access import MAY_WRITE, Access, Admission
 from app.api.observation import RequestObservation
 from app.api.short_way import WAYS, ShortWay, Way, read_notation
-from app.correlation import CURRENT, Correlation, correlate
+from app.observability.correlation import CURRENT, Correlation, correlate
 from app.start import Start
 
 Headers = Sequence[tuple[bytes, bytes]]

@@ -28,7 +28,11 @@ PIECES_MAX = 64
 
 _NOTATIONS = {
     b"application/json": bodies.JSON,
+    # As clients write it, each in its own way.
     b"application/json; charset=utf-8": bodies.JSON,
+    b"application/json; charset=UTF-8": bodies.JSON,
+    b"application/json;charset=utf-8": bodies.JSON,
+    b"application/json;charset=UTF-8": bodies.JSON,
     b"application/msgpack": bodies.MSGPACK,
     b"application/x-msgpack": bodies.MSGPACK,
     b"application/octet-stream": bodies.OCTETS,

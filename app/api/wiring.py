@@ -10,13 +10,13 @@ from fastapi import FastAPI, Request
 
 from app._native import PlainBatch
 from app.config import Settings
-from app.connections import ConnectionLimits
 from app.ingest.vllm import plain_batch
 from app.metrics.metrics import Metrics
-from app.router import Router
+from app.routing.router import Router
 from app.service import IndexerService
+from app.service.writers import Writer
+from app.serving.connections import ConnectionLimits
 from app.tokenizer.front import Tokenizer
-from app.writers import Writer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -51,6 +51,6 @@ def serve(
     del options["pod"]
     settings = load_settings(**{name: value for name, value in options.items() if value is not None})
     # Imported here: the native core comes with it.
-    from app.serving import run
+    from app.serving.serving import run
 
     raise typer.Exit(0 if run(settings) else 1)

@@ -33,7 +33,7 @@ from app.discovery.sightings import Place
 from app.errors import InvalidInput, InvalidSettings, Unresponsive
 from app.pods import PodSpec
 from app.service import IndexerService
-from app.writers import Writer
+from app.service.writers import Writer
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Protocol
 from app.errors import IndexerError, LogAway, Overloaded, UnknownPod
 from app.pods import PodSpec
 from app.service import IndexerService
-from app.writers import Writer
+from app.service.writers import Writer
 
 logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ store(source, context, tier, group, engine_hashes, parent, token_ids, extra_keys
   Each block (E, P), in order: if the slot names E for another prefix P', that name is dropped with all its copies
   first (newest wins). If the slot names E for P: copies + 1 (no change when `count_copies` is off; a caller never
   mixes the two for one source). Else: name made, copies = 1.
-  A root event of two or more blocks restates what its slot already names, up to the first block that it does not:
-  no copies there (an engine computes no leading block again that it holds, save the last one of a prompt; but
-  vLLM's `kv_cache_report_mode: full` tells the reused blocks once more, and removes each only once).
+  A root event of two or more blocks, all of which its slot names so already, restates them: no copies there (vLLM's
+  `kv_cache_report_mode: full` tells the reused blocks once more, and removes each only once). With a block among them
+  that is new, the others are copies: the engine computed them again.
   last_seen = now. A speculative mark of the same (source, context, P) is removed: it is confirmed now.
   After each block: all orphans that wait for (source, context, E) at that moment stop waiting and are chained to P,
   oldest first, each with whatever its own blocks release (depth first), before the next block. So no orphan ever
@@ -94,7 +94,8 @@ owners
   it does not take the context, nobody claims anything.
 holdings(context, prefix_hashes)
   For each prefix that has an entry, by place: (source, owner) of every slot that holds it and every owner that claims
-  it there, and (source, 0) of a slot where nobody does. `owner_claims`: how many each owner has, swept or not.
+  it there, and (source, 0) of a slot where nobody does. `owner_claims`: how many each owner has, swept or not;
+  `unclaimed_owners`: those that have none, at no cost where there are none.
 owners_at(source, context, tier, group, prefix_hashes)
   For each prefix, by place: every owner that claims it in that slot, expired or not.
 
@@ -322,6 +323,9 @@ class PrefixIndex:
 
     def owner_claims(self) -> dict[int, int]:
         return dict(self._core.owner_claims())
+
+    def unclaimed_owners(self) -> list[int]:
+        return self._core.unclaimed_owners()
 
     def add_source(self) -> int:
         return self._core.add_source()

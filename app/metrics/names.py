@@ -98,6 +98,7 @@ PART_GAUGES = {
     },
     "loads": {"known": "Pods whose load was read lately"},
     "access": {"keys": "API keys that are known now"},
+    "connections": {"open": "HTTP connections"},
     "bodies": {"bytes": "Bytes of request bodies that have come and are not answered yet"},
     "snapshot": {
         "saved_at_seconds": "Unix time of the newest snapshot; of replicas over Redis, whichever wrote it",
@@ -161,6 +162,7 @@ PART_COUNTERS = {
         "reload_failures": "Looks at the file of keys that found it broken; the keys from before stay",
     },
     "connections": {
+        "refused": "Requests refused: connections_max",
         "head_timeouts": "Connections ended: head_timeout_s",
         "body_timeouts": "Connections ended: body_timeout_s",
         "send_timeouts": "Connections ended: send_timeout_s",

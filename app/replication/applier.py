@@ -44,8 +44,8 @@ from app.replication.entries import (
     partition_of,
 )
 from app.replication.redis_log import BEGINNING
-from app.saved_state import SavedState
 from app.service import IndexerService
+from app.service.saved_state import SavedState
 
 logger = logging.getLogger(__name__)
 

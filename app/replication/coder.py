@@ -38,7 +38,7 @@ from app.events import (
     Tier,
 )
 from app.service import IndexerService
-from app.sifting import sift
+from app.service.sifting import sift
 
 _UNTOUCHED, _KNOWN = 0, 1
 _VOTES_MAX = 65_535  # tokens of the largest block that has a SimHash

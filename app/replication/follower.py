@@ -23,15 +23,15 @@ from app.errors import LogAway
 from app.replication.applier import Applier
 from app.replication.entries import UnknownEntry
 from app.replication.generations import LogBroken
-from app.replication.redis_log import BEGINNING, GROUPS_PER_READ, RedisLog, order
+from app.replication.redis_log import BEGINNING, GROUPS_PER_READ, LogSilent, RedisLog, order
 
 logger = logging.getLogger(__name__)
 
 SLICE_S = 0.002
 RETRY_S = (0.05, 0.1, 0.2, 0.5, 1.0)  # between one try and the next
-FAILURES_TOLD = (
-    2  # in a row, from which on the partition is away: a connection that only broke is made anew before
-)
+# In a row, from which on the partition is away: a connection that only broke is made anew before. With a silent Redis it
+# is away at once: that has taken its time already, and the next try may have to wait for those of other partitions.
+FAILURES_TOLD = 2
 
 
 @dataclasses.dataclass(slots=True)
@@ -140,7 +140,8 @@ class Follower:
                     logger.warning("partition %d of the log is not read: %s", partition, error)
                 state.trouble = str(error)
                 state.caught_up = False
-                if failures + 1 == FAILURES_TOLD:
+                is_silent = isinstance(error, LogSilent) and not failures
+                if is_silent or failures + 1 == FAILURES_TOLD:
                     state.away_since_s = state.away_since_s or self._wall()
                     self._applier.set_away(partition, f"the log is away: {error}")
                 await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])

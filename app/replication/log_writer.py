@@ -18,10 +18,8 @@ from typing import Any
 
 import msgspec
 
-from app.batches import BatchResult
 from app.errors import LogAway
 from app.events import BlockRemoved, Envelope, EventBatch, Tier
-from app.owners import OwnerInfo
 from app.pods import Pod, PodSpec, SourceState
 from app.replication.applier import Applier
 from app.replication.coder import Coder, Ticket
@@ -43,6 +41,8 @@ from app.replication.entries import (
 )
 from app.replication.outbox import Outbox, Sending
 from app.service import IndexerService
+from app.service.batches import BatchResult
+from app.service.owners import OwnerInfo
 
 
 class LogWriter:

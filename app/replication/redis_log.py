@@ -27,6 +27,7 @@ from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeout
 
 from app.errors import UNDECODABLE, InvalidSettings, LogAway
 from app.redis_faults import REDIS_FAULTS
@@ -56,6 +57,10 @@ class Terms(msgspec.Struct, frozen=True):
     partitions: int
     fuzzy: bool
     count_copies: bool
+
+
+class LogSilent(LogAway):
+    """Redis did not answer in time: it hangs, or what is sent to it gets lost."""
 
 
 class RedisLog:
@@ -299,4 +304,5 @@ async def _away_is_told() -> AsyncIterator[None]:
         yield
     except REDIS_FAULTS as error:
         said = str(error) or type(error).__name__
-        raise LogAway(f"Redis: {said}") from error
+        kind = LogSilent if isinstance(error, (RedisTimeout, TimeoutError)) else LogAway
+        raise kind(f"Redis: {said}") from error

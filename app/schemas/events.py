@@ -47,7 +47,9 @@ class ClaimedBlocks(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     owner: Name
-    blocks: list[EngineHash] = Field(description="Of `block_hashes`; others count for nothing.")
+    blocks: list[PrefixHash] = Field(
+        description="Of `block_hashes`, as numbers without a sign; others count for nothing."
+    )
 
 
 class PrefixesEvent(BaseModel):

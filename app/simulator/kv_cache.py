@@ -107,7 +107,7 @@ class PagedKVCache:
         """Take the prompt's cached prefix and pages for up to `compute_max` tokens behind it.
 
         A sequence of that name is replaced. With `restate` the blocks that were found are reported
-        again, as vLLM does for a request with `kv_cache_report_mode=full`.
+        again, in front, as vLLM does for a request with `kv_cache_report_mode=full`.
         """
         if not len(token_ids):
             raise InvalidInput("a sequence needs at least one token", field="token_ids")
@@ -126,8 +126,10 @@ class PagedKVCache:
             tokens[:cached], [page for _, page in found], [name for name, _ in found], salt, lora
         )
         self._sequences[sequence] = made
+        if restate:
+            self._report_stored(made, 0)
         self._extend(made, tokens[cached:end])
-        self._name_full_blocks(made, restate_from=0 if restate else None)
+        self._name_full_blocks(made)
         return Attached(cached, end - cached)
 
     def append(self, sequence: str, token_ids: Sequence[int]) -> None:
@@ -330,7 +332,7 @@ class PagedKVCache:
         del found.token_ids[length:]
         del found.names[length // size :]
 
-    def _name_full_blocks(self, found: _Sequence, restate_from: int | None = None) -> None:
+    def _name_full_blocks(self, found: _Sequence) -> None:
         """Name every full block of accepted tokens that has none yet, and report the run as stored."""
         size = self.settings.block_size
         first = len(found.names)
@@ -341,7 +343,7 @@ class PagedKVCache:
             name = self._namer.name(parent, tokens, found.salt, found.lora)
             self._pool.give_name(found.pages[block], name)
             found.names.append(name)
-        self._report_stored(found, first if restate_from is None else restate_from)
+        self._report_stored(found, first)
 
     def _report_stored(self, found: _Sequence, first: int) -> None:
         size = self.settings.block_size

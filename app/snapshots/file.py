@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from app.errors import SnapshotRefused, StoreFailed
-from app.saved_state import SavedState
+from app.service.saved_state import SavedState
 from app.snapshots.frames import FrameDecoder, FrameEncoder
 
 T = TypeVar("T")

@@ -3,7 +3,7 @@
     magic (8 bytes), version (uint32)
     frames: kind (uint8), bytes as stored (uint32), bytes as they were (uint32), content (zstd), checksum (uint64)
 
-Kinds: INDEX, frames of the index in their order (native/prefix_index_snapshot.cpp) and of hints (app/hints.py);
+Kinds: INDEX, frames of the index in their order (native/prefix_index_snapshot.cpp) and of hints (app/service/hints.py);
 STATE, the last, a SavedState as MessagePack. A checksum is XXH64 of its frame with the checksum before as the seed,
 and the first seed is that of magic and version: so a changed byte, a frame too many, too few or in another place, and
 anything behind the end are all found. It says that the bytes are as they were written, and not who wrote them.
@@ -20,7 +20,7 @@ import zstandard
 
 from app.errors import UNDECODABLE, SnapshotRefused
 from app.hashing import digest
-from app.saved_state import SavedState
+from app.service.saved_state import SavedState
 
 MAGIC = b"KVIXSNAP"
 # 4 did not say which blocks follow which, 3 had no claims of owners and no hints, 2 no contents for fuzzy matches.

@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from app.errors import SnapshotRefused, StoreFailed
-from app.hints import FRAME_MARK
 from app.index.prefix_index import IndexExport, PrefixIndex
 from app.pods import PodSpec
-from app.saved_state import Adoption, SavedState
 from app.service import IndexerService
+from app.service.hints import FRAME_MARK
+from app.service.saved_state import Adoption, SavedState
 from app.snapshots.store import SnapshotSink, SnapshotSource, SnapshotStore
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ import msgspec
 
 from app.errors import UNDECODABLE, SnapshotRefused, StoreFailed
 from app.redis_faults import REDIS_FAULTS
-from app.saved_state import SavedState
+from app.service.saved_state import SavedState
 from app.snapshots.frames import FrameDecoder, FrameEncoder
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from app.saved_state import SavedState
+from app.service.saved_state import SavedState
 
 
 class SnapshotSink(Protocol):

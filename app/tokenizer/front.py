@@ -24,11 +24,11 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from app.config import Settings
-from app.correlation import CURRENT
 from app.errors import IndexerError, InvalidInput, LimitExceeded, Overloaded, TokenizerUnavailable
+from app.observability.correlation import CURRENT
+from app.observability.tracing import step
 from app.tokenizer.process import TokenizerProcess
 from app.tokenizer.prompts import Answer, Fault, Job, Prompt
-from app.tracing import step
 
 CACHED_BYTES_MAX = 1_048_576
 FAILURES_MAX = 1_000

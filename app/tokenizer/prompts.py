@@ -10,7 +10,7 @@ import struct
 
 import msgspec
 
-from app.correlation import Correlation
+from app.observability.correlation import Correlation
 
 LENGTH = struct.Struct("<I")  # of a payload, in bytes
 

@@ -21,9 +21,9 @@ from typing import Any, BinaryIO, cast
 
 import msgspec
 
-from app import logs
 from app.config import LogFormat, LogLevel
-from app.correlation import CURRENT
+from app.observability import logs
+from app.observability.correlation import CURRENT
 from app.tokenizer.chat import Refused, conversation, template_tools, template_variables, wants_parts
 from app.tokenizer.prompts import LENGTH, Answer, Fault, Job, Prompt
 

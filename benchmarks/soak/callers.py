@@ -111,15 +111,13 @@ class Caller:
 
 
 def judge_status(findings: Findings, status: int, content: bytes, request: str) -> None:
-    """503 is declared where it says that a bound was met or that the indexer ends; other 5xx never are."""
+    """503 is declared where it says why; other 5xx never are."""
     findings.count(f"answers {status}")
     if status < 500:
         return
-    is_declared = status == 503 and (
-        b'"bound"' in content or b"urn:kvindexer:problem:" in content or content == b"Service Unavailable"
-    )
-    bound = re.search(rb'"bound":"(\w+)"', content)
-    findings.count(f"answers 503 of {bound[1].decode() if bound else 'connections_max'}")
+    kind = re.search(rb'"urn:kvindexer:problem:([a-z-]+)"', content)
+    is_declared = status == 503 and kind is not None
+    findings.count(f"answers {status} {kind[1].decode() if kind else 'unsaid'}")
     if not is_declared:
         findings.violation("5xx", f"{request}: {status} {content[:1_000]!r}")
 

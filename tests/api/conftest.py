@@ -31,7 +31,7 @@ class Clock:
 
 
 def _server(app: Application) -> Any:
-    """What app/short_connections.py does with requests that have come whole, as an ASGI application."""
+    """What app/serving/short_connections.py does with requests that have come whole, as an ASGI application."""
     cut = app.short_cut
     assert cut is not None
 

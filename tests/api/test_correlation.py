@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from app.logs import JsonFormatter
+from app.observability.logs import JsonFormatter
 from app.schemas.problems import Problem
 from app.service import IndexerService
 from tests.api.conftest import Indexer, stored
@@ -97,7 +97,7 @@ def test_log_lines_of_a_request_have_its_ids(make_indexer: Callable[..., Indexer
         assert indexer.post("/v1/match", MATCH, headers=headers).status_code == 200
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     told = [line for line in lines if line.get("request_id") == "r-1" and line["logger"].startswith("app.")]
-    assert [line["logger"] for line in told] == ["app.registry", *["app.access"] * 3]
+    assert [line["logger"] for line in told] == ["app.service.registry", *["app.access"] * 3]
     assert {line["trace_id"] for line in told} == {TRACEPARENT[3:35]}
     assert [(line["method"], line["path"], line["route"], line["status"]) for line in told[1:]] == [
         ("POST", "/v1/events", "/v1/events", 200),

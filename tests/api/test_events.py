@@ -124,6 +124,13 @@ def test_a_restart_whose_number_0_got_lost_is_seen_by_its_stamps(indexer: Indexe
     assert rank["cause"].startswith("number 4 came again, stamped later than all up to number 5")
 
 
+def test_a_time_in_the_query_goes_before_that_of_the_payload(indexer: Indexer) -> None:
+    for number, ts in ((1, 101), (2, 102), (3, 103), (2, 110)):
+        post_payload(indexer, payload(stored([number], TOKENS[:4]), ts=1.0), seq=number, ts=ts)
+    (rank,) = indexer.get("/v1/pods/pod-a").json()["ranks"]
+    assert rank["state"] == "degraded"
+
+
 def test_gap_degrades_the_source(indexer: Indexer) -> None:
     indexer.events(stored([1], TOKENS[:4]), seq=5)
     indexer.events(stored([2], TOKENS[4:8], parent=1), seq=7)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from app.fuzzy_queries import FuzzyQuery
 from app.hashing import prefix_hashes
+from app.service.fuzzy_queries import FuzzyQuery
 from tests.api.conftest import CLEARED, Indexer, removed, stored
 
 A, B, C = [list(range(first, first + 16)) for first in (100, 200, 300)]

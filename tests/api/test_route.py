@@ -217,6 +217,34 @@ def test_batch_is_in_order_and_one_fault_is_its_own(filled: Indexer) -> None:
     assert results[1]["errors"][0]["field"] == "token_ids[0]"
 
 
+@pytest.mark.parametrize("accept", ["application/json", "application/msgpack"])
+def test_batch_answers_and_counts_what_single_queries_do(filled: Indexer, accept: str) -> None:
+    tokens = {"model": "m", "token_ids": TOKENS}
+    queries: list[Any] = [
+        tokens,
+        {**tokens, "include_hashes": True},
+        {**tokens, "min_blocks": 2},
+        {**tokens, "top_k": 1},
+        {**tokens, "pods": ["pod-b", "nobody"]},
+        {"model": "m", "prefix_hashes": [1, 2]},
+        {"model": "nobody's", "token_ids": TOKENS},
+        {"model": "m", "token_ids": []},
+        {**tokens, "invented": 1},
+    ]
+    before = filled.service.stats()["queries"]["matches"]
+    answer = filled.post("/v1/match/batch", {"queries": queries}, headers={"accept": accept})
+    assert answer.headers["content-type"] == accept
+    decode = msgspec.json.decode if accept == "application/json" else msgspec.msgpack.decode
+    results = decode(answer.content)["results"]
+    single = [filled.post("/v1/match", query).json() for query in queries]
+    assert [{**result, "request_id": None} for result in results] == [
+        {**one, "request_id": None} for one in single
+    ]
+    assert filled.service.stats()["queries"]["matches"] == before + 2 * 8
+    count = f"kvindexer_match_depth_blocks_count {before + 2 * 8:.1f}"
+    assert count in filled.get("/metrics").text
+
+
 def test_empty_batch(filled: Indexer) -> None:
     assert filled.post("/v1/match/batch", {"queries": []}).json() == {"results": []}
 

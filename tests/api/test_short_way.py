@@ -37,6 +37,10 @@ async def _nobody(_scope: Any, _receive: Any, _send: Any) -> None:
 
 HOT: dict[str, tuple[str, dict[str, str], bytes]] = {
     "tokens": ("/v1/match", JSON, dumped(model="m", token_ids=TOKENS)),
+    **{
+        f"tokens as {kind}": ("/v1/match", {"content-type": kind}, dumped(model="m", token_ids=TOKENS))
+        for kind in ("application/json; charset=utf-8", "application/json;charset=UTF-8")
+    },
     "hashes": ("/v1/match", JSON, dumped(model="m", prefix_hashes=[1, 2**64 - 1])),
     "null beside": ("/v1/match", JSON, dumped(model="m", token_ids=TOKENS, prefix_hashes=None, lora=None)),
     "all fields": (

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from app.hashing import prefix_hashes
-from tests.test_serving import DEADLINE_S, ROOT, finished, serving
+from tests.serving.test_serving import DEADLINE_S, ROOT, finished, serving
 
 TOKENS = "1,2,3,4,5,6,7,8,9"
 

@@ -94,7 +94,9 @@ class Misbehaving:
             problem = msgspec.json.encode({"title": "t", "status": action, "detail": f"said {action}"})
             headers = {"retry-after": self.retry_after} if self.retry_after else None
             return Response(problem, action, headers, media_type="application/problem+json")
-        return Response(msgspec.msgpack.encode(self.answer), media_type="application/msgpack")
+        accept = request.headers["accept"]
+        encode = msgspec.json.encode if accept == "application/json" else msgspec.msgpack.encode
+        return Response(encode(self.answer), media_type=accept)
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from app.client import Load, Prompt
+from app.api.short_way import read_notation
+from app.client import Load, Prompt, calls
 from app.errors import InvalidInput, Refused
 from tests.api.conftest import stored
 from tests.client.conftest import Driver, Misbehaving
@@ -193,8 +194,28 @@ def test_headers_of_the_routed_request_go_along(connect: Connect, server: Misbeh
     client.route(prompt, headers=sent)
     client.prefixes(prompt, "pod-a", headers=sent)
     client.match(prompt)
-    for _, _, _, headers in server.seen[:3]:
+    for _, path, _, headers in server.seen[:3]:
         assert (headers["x-request-id"], headers["traceparent"]) == ("r-1", "00-1-2-01")
-        assert headers["content-type"] == "application/msgpack", "what describes our body is ours"
+        ours = "application/json" if path == "/v1/match" else "application/msgpack"
+        assert headers["content-type"] == headers["accept"] == ours, "what describes our body is ours"
         assert headers["authorization"] == "Bearer secret"
     assert "x-request-id" not in server.seen[3][3], "of one call, not of the client"
+
+
+@pytest.mark.parametrize(
+    ("more", "notation"),
+    [
+        ({}, "application/json"),
+        ({"lora": "l", "cache_salt": "s"}, "application/json"),
+        ({"extra_keys": [[b"k"]]}, None),
+    ],
+)
+def test_a_match_is_asked_so_that_the_indexer_answers_the_short_way(
+    more: dict[str, Any], notation: str | None
+) -> None:
+    """But for extra keys, whose bytes are none in JSON."""
+    call = calls.match(
+        Prompt(model="m", token_ids=TOKENS, **more), pods=["a"], include_hashes=False, extra={}
+    )
+    headers = [(name.encode(), value.encode()) for name, value in call.headers().items()]
+    assert read_notation(headers, 1_000_000) == notation

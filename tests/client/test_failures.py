@@ -14,7 +14,7 @@ import pytest
 from app.client import CircuitState, ClientSettings, Load, Prompt
 from app.errors import Refused, Unresponsive
 from tests.client.conftest import Driver, Misbehaving
-from tests.test_serving import serving
+from tests.serving.test_serving import serving
 
 PROMPT = Prompt(model="m", lora="x", token_ids=[1, 2, 3])
 QUICK = ClientSettings(budget_s=0.2, attempts_max=2, backoff_s=0.001)

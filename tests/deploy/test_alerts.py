@@ -26,7 +26,7 @@ from app.config import load_settings
 from app.main import create_app
 from tests.api.conftest import stored
 from tests.deploy.test_deployment import free_port
-from tests.test_serving import serving
+from tests.serving.test_serving import serving
 
 ROOT = Path(__file__).parent.parent.parent
 RULES = ROOT / "deploy/alerts.yml"

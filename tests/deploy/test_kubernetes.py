@@ -36,7 +36,7 @@ from app.simulator.pod import PodSettings
 from tests.deploy.test_deployment import DEADLINE_S, ROOT, free_port
 from tests.discovery.kubernetes_api import NAMESPACE, TOKEN, KubernetesApi
 from tests.discovery.waiting import until
-from tests.test_serving import serving
+from tests.serving.test_serving import serving
 
 FOLDER = ROOT / "deploy" / "k8s"
 FOLDERS = (FOLDER, FOLDER / "monitoring", FOLDER / "redis", FOLDER / "vllm")

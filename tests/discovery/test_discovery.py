@@ -29,7 +29,7 @@ from app.simulator.pod import PodSettings
 from tests.discovery.dns_server import DnsServer, free_port
 from tests.discovery.kubernetes_api import NAMESPACE, TOKEN, KubernetesApi
 from tests.discovery.waiting import put, until
-from tests.test_serving import serving
+from tests.serving.test_serving import serving
 
 PROMPT = list(range(20))
 ENGINE = EngineSettings(cache=KVCacheSettings(capacity_pages=50, block_size=4))

@@ -16,7 +16,7 @@ from app.discovery.sightings import Said, Sighting, sight
 from app.index.prefix_index import PrefixIndex
 from app.pods import PodSpec
 from app.service import IndexerService, index_limits
-from tests.test_service import batch, stored
+from tests.service.test_service import batch, stored
 
 DEADLINE_S = 30.0
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import random
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 
 import pytest
 
 from app.index.prefix_index import IndexLimits, PrefixIndex
+from tests.serving.test_serving import DEADLINE_S
 
 Draw = Callable[[], int]
 
@@ -100,3 +103,19 @@ def test_a_half_that_needs_fewer_buckets_than_the_whole_had() -> None:
     blocks.store(10_000, blocks.sharing(11))
     blocks.store(30_000, blocks.sharing(8))
     blocks.check()
+
+
+def test_announced_hashes_of_any_choice_lie_apart() -> None:
+    """In a process that can be ended: numbers one behind the other were one cluster, and took minutes."""
+    script = """
+import array
+from app.index.prefix_index import IndexLimits, PrefixIndex
+index = PrefixIndex(IndexLimits())
+context, source = index.context("m", None, 16, 0), index.add_source()
+announced = array.array("Q", range(2**63, 2**63 + 250_000))
+for _ in range(3):
+    assert index.add_speculative(context, source, announced.tobytes(), 100, 0) == len(announced)
+rows = index.match_hashes(context, announced[:1_000].tobytes(), 0)
+assert [(row.source, row.speculative) for row in rows] == [(source, 1_000)]
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=DEADLINE_S)

@@ -517,6 +517,9 @@ class SideBySide(RuleBasedStateMachine):
         claims, expected = self.native.owner_claims(), self.oracle.owner_claims()
         assert [claims[o.native] for o in self.owners[1:]] == [expected[o.oracle] for o in self.owners[1:]]
         assert len(claims) == len(expected) == 2
+        assert sorted(self.native.unclaimed_owners()) == sorted(
+            o for o, count in claims.items() if count == 0
+        )
         self.same_contents(swept=True)
         native, oracle = self.native.stats(), self.oracle.stats()
         for name in ("contexts", "prefixes", "copies", "orphan_blocks", "speculative_blocks", "claims"):

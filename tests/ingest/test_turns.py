@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from app.correlation import CURRENT, Correlation
 from app.ingest.turns import Turns
+from app.observability.correlation import CURRENT, Correlation
 
 
 async def rounds(count: int) -> None:

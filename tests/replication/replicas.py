@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from app.config import Settings
-from app.fuzzy_queries import fuzzy_index
 from app.index.prefix_index import PrefixIndex
 from app.replication.applier import Applier
 from app.replication.coder import Coder
 from app.replication.log_writer import LogWriter
 from app.replication.outbox import Outbox
 from app.service import IndexerService, index_limits
+from app.service.fuzzy_queries import fuzzy_index
 
 PARTITIONS = 3
 

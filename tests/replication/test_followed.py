@@ -23,7 +23,7 @@ from tests.ingest.publisher import Publisher
 from tests.replication.questions import Questions
 from tests.replication.redis_server import RedisServer
 from tests.replication.test_replicas import agree, depths, is_ready, post, stats, wait_until
-from tests.test_serving import serving
+from tests.serving.test_serving import serving
 
 DEADLINE_S = 30.0
 EXACT_S = 5.0

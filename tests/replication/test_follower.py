@@ -9,12 +9,14 @@ from collections.abc import Sequence
 import pytest
 
 from app.config import Settings
+from app.pods import PodSpec, SourceState
 from app.replication import follower
 from app.replication.applier import Applier, beginning
 from app.replication.entries import OwnerCleared, encode_entry, encode_group
 from app.replication.follower import Follower
 from app.replication.redis_log import RedisLog
 from tests.discovery.waiting import until
+from tests.replication.proxy import proxied
 from tests.replication.redis_server import RedisServer
 from tests.replication.replicas import Clock, Lone
 
@@ -80,6 +82,38 @@ def test_what_was_read_before_an_interruption_is_not_applied_behind_it(
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await log.close()
+
+    asyncio.run(play())
+
+
+def test_rows_say_so_with_the_first_answer_that_does_not_come(redis_server: RedisServer) -> None:
+    """Not first when it has been tried again: partitions make sure of their places one after the other, and each waits
+    as long for a Redis that is silent."""
+
+    async def play() -> None:
+        with proxied(redis_server.port) as proxy:
+            url = f"redis://127.0.0.1:{proxy.port}/0"
+            log = RedisLog(url, cluster=False, namespace="test", timeout_s=0.1)
+            log.number = "1"
+            lone = Lone(Settings(), Clock())
+            lone.service.register(PodSpec("a", "m"))
+            lone.service.set_source_state("a", 0, SourceState.LIVE)
+            applier = Applier(lone.service, "this", 1, settle=lambda *_: None)
+            applier.state = beginning("1", 1)
+            gate = Gate()
+            reader = Follower(log, applier, gate, partitions=1, keep_s=60.0, ended=Ended())
+            task = asyncio.create_task(reader.run(0))
+            try:
+                await until(lambda: reader.partitions[0].caught_up, "it reads")
+                assert lone.service.pod("a").sources[0].state is SourceState.LIVE
+                proxy.set("drop")
+                await until(lambda: gate.asked == 2, "it looks for its place")
+                assert reader.away_s > 0
+                assert lone.service.pod("a").sources[0].state is SourceState.DEGRADED
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                await log.close()
 
     asyncio.run(play())
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from app.errors import UnknownOwner
-from app.events import AllBlocksCleared, BlockRemoved, BlockStored, Envelope, Event, EventBatch
+from app.events import AllBlocksCleared, BlockRemoved, BlockStored, Envelope, Event, EventBatch, Tier
+from app.pods import PodSpec, SourceState
 from app.service import FuzzyQuery, MatchQuery
 from app.snapshots import keeper as keeping
 from app.snapshots.file import FileStore
@@ -177,3 +178,53 @@ def test_it_ends_as_those_that_never_stopped(
 ) -> None:
     monkeypatch.setattr(keeping, "NAMES_PER_SLICE", 16)  # so that much happens between two slices
     asyncio.run(play(seed, tmp_path / "snapshot"))
+
+
+def test_a_stream_that_has_no_batch_yet_is_what_it_was(tmp_path: Path) -> None:
+    """What it lost stands in the log before the snapshot, and nobody says it again."""
+    path, prompt = tmp_path / "snapshot", (1, 2)
+
+    def stored(tier: Tier) -> EventBatch:
+        event = BlockStored(
+            block_hashes=names(prompt),
+            parent_block_hash=None,
+            token_ids=tokens(prompt),
+            block_size=SIZE,
+            tier=tier,
+        )
+        return EventBatch(events=(event,), positions=(0,))
+
+    def told(member: Member) -> tuple[SourceState, str, dict[str, int]]:
+        source = member.service.pod("z").sources[0]
+        (row,) = member.service.match(MatchQuery(model="m", token_ids=tokens(prompt))).matches
+        return source.state, source.cause, dict(row.tiers)
+
+    async def play() -> None:
+        async with Fleet(2, ttl_s=0) as fleet:
+            first, second = fleet.members
+            for member in fleet.members:
+                member.applier.state.log = LOG
+            spec = PodSpec("z", "m", zmq_endpoint="tcp://127.0.0.1:1", replay_endpoint="tcp://127.0.0.1:2")
+            beside = first.writer.post(Envelope(pod="z"), stored(Tier.CPU))
+            assert not any(
+                isinstance(r, Exception) for r in await fleet.results([first.writer.register(spec)])
+            )
+            assert not any(isinstance(r, Exception) for r in await fleet.results([beside]))
+            first.feed.set_source_state("z", 0, SourceState.DEGRADED, cause="batches 0..4 are missing")
+            await fleet.settle()
+            assert await keeper_of(first, path).save()
+            late = Member("late", fleet.log, fleet.settings, fleet.clock)
+            saved = await keeper_of(late, path).load(LOG, empty=lambda: None, adopted=lambda: None)
+            assert saved is not None
+            late.applier.recall(saved)
+            late.read = list(first.read)
+            first.feed.apply("z", 0, stored(Tier.GPU), seq=5, digest=5)
+            first.feed.set_source_state("z", 0, SourceState.LIVE)
+            await fleet.settle()
+            late.apply()
+            tiers = {"gpu": 2, "cpu": 2, "disk": 2, "external": 2}
+            assert told(first) == (SourceState.DEGRADED, "batches 0..4 are missing", tiers)
+            assert told(second) == told(first)
+            assert told(late) == (SourceState.DEGRADED, "restored so: batches 0..4 are missing", tiers)
+
+    asyncio.run(play())

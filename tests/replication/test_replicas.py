@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.replication.redis_server import RedisServer
-from tests.test_serving import serving
+from tests.serving.test_serving import serving
 
 DEADLINE_S = 30.0
 

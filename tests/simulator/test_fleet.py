@@ -11,7 +11,7 @@ import pytest
 from app.errors import Unresponsive
 from app.simulator import fleet
 from app.simulator.fleet import Fleet, FleetSettings
-from tests.test_serving import DEADLINE_S, serving, start
+from tests.serving.test_serving import DEADLINE_S, serving, start
 
 
 def test_an_indexer_that_starts_later_than_the_pods_is_told() -> None:

@@ -125,9 +125,11 @@ def test_full_report_states_reused_blocks_again_without_a_copy() -> None:
     kv.attach("a", tokens(9))
     kv.drain_events()
     assert kv.attach("b", tokens(13), restate=True) == Attached(8, 5)
-    (restated,) = kv.drain_events()
+    restated, new = kv.drain_events()
     assert isinstance(restated, Stored)
-    assert (len(restated.block_hashes), restated.parent_block_hash) == (3, None)
+    assert isinstance(new, Stored)
+    assert (len(restated.block_hashes), restated.parent_block_hash) == (2, None)
+    assert (len(new.block_hashes), new.parent_block_hash) == (1, restated.block_hashes[-1])
     assert kv.stats().prefix_map_size == 3
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from app import hashing
 from app.errors import SnapshotRefused
 from app.pods import PodSpec
-from app.saved_state import SavedContext, SavedPod, SavedSource, SavedState
+from app.service.saved_state import SavedContext, SavedPod, SavedSource, SavedState
 from app.snapshots.file import SnapshotReader, SnapshotWriter, previous_of
 from app.snapshots.frames import FRAME_BYTES_MAX, FrameEncoder
 

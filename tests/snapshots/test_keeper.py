@@ -15,11 +15,11 @@ from app.events import AllBlocksCleared, Envelope, Tier
 from app.fuzzy.fuzzy_index import FuzzyIndex, FuzzyLimits
 from app.index.prefix_index import PrefixIndex
 from app.pods import PodSpec, SourceState
-from app.saved_state import SavedState
 from app.service import BatchResult, IndexerService, MatchQuery, index_limits
+from app.service.saved_state import SavedState
 from app.snapshots.file import FileStore, SnapshotReader
 from app.snapshots.keeper import SnapshotKeeper
-from tests.test_service import Clock, batch, stored, tokens, uint64s
+from tests.service.test_service import Clock, batch, stored, tokens, uint64s
 
 
 class Bench:

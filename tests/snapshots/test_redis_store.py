@@ -20,8 +20,8 @@ from app.snapshots import redis_store
 from app.snapshots.keeper import SnapshotKeeper
 from app.snapshots.redis_store import Placed, RedisSource, RedisStore
 from tests.replication.redis_server import RedisServer, serving_redis
+from tests.service.test_service import Clock, batch, stored
 from tests.snapshots.test_file import FRAMES, STATE
-from tests.test_service import Clock, batch, stored
 
 TAG = "{kvindexer:test}:snapshot"
 

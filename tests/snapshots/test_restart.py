@@ -13,7 +13,7 @@ import httpx
 
 from app.snapshots.file import SnapshotReader, previous_of
 from tests.ingest.publisher import Publisher
-from tests.test_serving import serving
+from tests.serving.test_serving import serving
 
 DEADLINE_S = 20.0
 

@@ -351,7 +351,7 @@ def test_service_does_without_transformers_until_asked() -> None:
         "import sys\n"
         "from app.config import load_settings\n"
         "from app.main import create_app\n"
-        "import app.serving\n"
+        "import app.serving.serving\n"
         "create_app(load_settings(tokenizers='m=org/name'))\n"
         "print(sorted({'transformers', 'tokenizers', 'jinja2', 'huggingface_hub'} & set(sys.modules)))\n"
     )

@@ -7,7 +7,8 @@ STAMP := $(VENV)/.installed
 DEV := $(VENV)/.tested-with
 NATIVE := $(wildcard native/*.hpp native/*.cpp) CMakeLists.txt
 NATIVE_TESTS := tests/index tests/fuzzy tests/api/test_fuzzy.py tests/service/test_service.py tests/native/test_json_cut.py tests/api/test_short_way.py \
-  tests/native/test_wire.py tests/native/test_request_head.py tests/ingest/test_wire_payload.py tests/ingest/test_plain_batch.py
+  tests/native/test_wire.py tests/native/test_request_head.py tests/ingest/test_wire_payload.py tests/ingest/test_plain_batch.py \
+  tests/native/test_ending_memory.py
 CPP_FILES := $(wildcard native/*.hpp native/*.cpp)
 INSTALL := $(BIN)/python -m pip install --quiet
 # Tests start hundreds of processes: without byte code each of them would compile the whole package once more.

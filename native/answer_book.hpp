@@ -52,10 +52,12 @@ class AnswerBook {
   void put(uint32_t source, AnswerSource said) {
     const auto [found, is_new] = sources_.try_emplace(source);
     AnswerSource& known = found->second;
-    in_order_ = in_order_ && !is_new && known.name == said.name && known.dp_rank == said.dp_rank;
+    const bool stays = in_order_ && !is_new && known.name == said.name && known.dp_rank == said.dp_rank;
     said.place = known.place;
     known = std::move(said);
-    if (in_order_) lines_[known.place] = line_of(known);
+    in_order_ = false;  // should there be no memory for its line, all are made anew
+    if (stays) lines_[known.place] = line_of(known);
+    in_order_ = stays;
   }
 
   // What changes with every batch. False when the source is not in the book.
@@ -250,11 +252,11 @@ class AnswerBook {
       ++groups_[group].rows;
     }
     if (!place_groups(groups)) return false;
-    for (uint32_t i = 0; i < rows_.size(); ++i) {
+    ranked_.resize(rows_.size());
+    for (uint32_t i = 0; i < rows_.size(); ++i) {  // from here on nothing fails: no mark stays
       marked_[rows_[i].place / 64] |= uint64_t{1} << (rows_[i].place % 64);
       row_at_[rows_[i].place] = i;
     }
-    ranked_.resize(rows_.size());
     for (size_t word = 0; word < marked_.size(); ++word) {
       for (uint64_t bits = marked_[word]; bits != 0; bits &= bits - 1) {
         const uint32_t row = row_at_[word * 64 + static_cast<size_t>(std::countr_zero(bits))];

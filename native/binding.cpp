@@ -31,6 +31,10 @@
 #include "wire.hpp"
 #include "xxh64.hpp"
 
+#ifdef KVINDEXER_ENDING_MEMORY
+#include "ending_memory.hpp"
+#endif
+
 namespace nb = nanobind;
 using namespace nb::literals;
 using namespace kvindexer;
@@ -339,6 +343,14 @@ void bind_flight(nb::module_& m) {
 
 std::string_view text_of(const nb::bytes& buffer) { return {buffer.c_str(), buffer.size()}; }
 
+// What nanobind makes of an argument must not fail: it would end the process.
+std::string string_of(const nb::str& text) {
+  Py_ssize_t size = 0;
+  const char* const first = PyUnicode_AsUTF8AndSize(text.ptr(), &size);
+  if (first == nullptr) throw nb::python_error();
+  return {first, static_cast<size_t>(size)};
+}
+
 nb::object bytes_of_text(std::string_view text) { return nb::bytes(text.data(), text.size()); }
 
 // Opens an answer with `head`, closes it with `tail`, and says how deep the best row is (blocks, tokens).
@@ -402,10 +414,10 @@ void bind_answers(nb::module_& m) {
   nb::class_<AnswerBook>(m, "AnswerBook")
       .def(nb::init<>())
       .def("put",
-           [](AnswerBook& self, uint32_t source, const std::string& name, const nb::bytes& opening,
-              uint32_t dp_rank, uint32_t block_size, const std::string& state, double heard_at_s) {
-             self.put(source, {name, std::string(opening.c_str(), opening.size()), dp_rank, block_size, state,
-                               heard_at_s, 0});
+           [](AnswerBook& self, uint32_t source, const nb::str& name, const nb::bytes& opening,
+              uint32_t dp_rank, uint32_t block_size, const nb::str& state, double heard_at_s) {
+             self.put(source, {string_of(name), std::string(text_of(opening)), dp_rank, block_size,
+                               string_of(state), heard_at_s, 0});
            })
       .def("hear", &AnswerBook::hear)
       .def("drop", &AnswerBook::drop)
@@ -981,4 +993,7 @@ NB_MODULE(_native, m) {
   bind_wire(m);
   bind_plain_batch(m);
   bind_head_book(m);
+#ifdef KVINDEXER_ENDING_MEMORY
+  m.def("end_memory", &end_memory, "found"_a, "not_found"_a);
+#endif
 }

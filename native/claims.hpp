@@ -13,8 +13,10 @@
 // without an owner.
 #pragma once
 
+#include <cassert>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -42,9 +44,9 @@ class OwnerBook {
   explicit OwnerBook(size_t claims_max) : claims_max_(claims_max) {}
 
   uint32_t add() {
-    claims_of_.emplace(++last_, 0);
+    claims_of_.emplace(last_ + 1, 0);
     ++unclaimed_;
-    return last_;
+    return ++last_;
   }
   // Its claims stay in their tables until `is_live` has them swept away.
   void clear(uint32_t owner) {
@@ -78,22 +80,28 @@ class OwnerBook {
       ++refused_;
       return;
     }
-    table.insert({prefix, slot, owner});
     note(table, prefix);
+    table.insert({prefix, slot, owner});
     ++claims_;
     unclaimed_ -= of_owner->second++ == 0 ? 1 : 0;
   }
+  // The next `claim`, if it is that of this prefix, needs no memory.
+  void make_way(ClaimTable& table, uint64_t prefix) {
+    note(table, prefix);
+    table.make_way(prefix);
+  }
 
-  // Drops the claims on a prefix of the slots that `goes` names.
+  // Drops the claims on a prefix of the slots that `goes` names. Throws std::bad_alloc, and then none of them
+  // has gone.
   template <class Goes>
   void drop(ClaimTable& table, uint64_t prefix, Goes goes) {
-    if (table.size() == 0) return;
+    if (table.size() == 0 || table.find(prefix) == nullptr) return;
+    note(table, prefix);
     for (Claim* at = table.find(prefix); at != nullptr;) {
       if (!goes(at->slot)) {
         at = table.next_equal(at);
         continue;
       }
-      note(table, prefix);
       discount(*at);
       table.erase(at);
       at = table.find(prefix);  // the table has moved
@@ -113,43 +121,37 @@ class OwnerBook {
       unclaimed_ += --of_owner->second == 0 ? 1 : 0;
   }
 
-  void begin_notes() {
-    notes_ = {};
-    noting_ = true;
-  }
-  void end_notes() {
-    notes_ = {};
-    noting_ = false;
-  }
+  void begin_notes() { notes_.emplace(); }
+  void end_notes() { notes_.reset(); }
   // Up to about `notes_max` of them leave, each to `visit(note)`; returns how many are left.
   template <class Visit>
   size_t take_notes(size_t notes_max, Visit visit) {
+    assert(notes_ && "an export has begun");
     uint64_t cursor = 0;
     bool done = false;
-    notes_.sweep(cursor, done, notes_max, [&](const ClaimNote& note) {
+    notes_->sweep(cursor, done, notes_max, [&](const ClaimNote& note) {
       visit(note);
       return false;
     });
-    return notes_.size();
+    return notes_->size();
   }
 
  private:
-  // Invariant: whatever changes the claims on a prefix calls this, so that an export under way writes them
-  // again.
+  // Invariant: whatever changes the claims on a prefix calls this first, so that an export under way writes
+  // them again.
   void note(const ClaimTable& table, uint64_t prefix) {
-    if (!noting_) return;
-    for (const ClaimNote* at = notes_.find(prefix); at != nullptr; at = notes_.next_equal(at))
+    if (!notes_) return;
+    for (const ClaimNote* at = notes_->find(prefix); at != nullptr; at = notes_->next_equal(at))
       if (at->table == &table) return;
-    notes_.insert({prefix, &table});
+    notes_->insert({prefix, &table});
   }
 
   const size_t claims_max_;
   std::unordered_map<uint32_t, uint64_t> claims_of_;  // of living owners
   uint32_t last_ = 0;
   uint64_t claims_ = 0, refused_ = 0;
-  size_t unclaimed_ = 0;  // of `claims_of_`
-  bool noting_ = false;
-  SegmentedTable<ClaimNote> notes_;
+  size_t unclaimed_ = 0;                            // of `claims_of_`
+  std::optional<SegmentedTable<ClaimNote>> notes_;  // while an export is under way
 };
 
 }  // namespace kvindexer

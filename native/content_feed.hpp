@@ -22,38 +22,50 @@ namespace kvindexer {
 
 class ContentFeed {
  public:
-  explicit ContentFeed(FuzzyIndex* index) : index_(index) {}
+  explicit ContentFeed(FuzzyIndex* index) : index_(index) {
+    if (index == nullptr) return;
+    for (std::vector<uint64_t>* told : {&born_, &died_}) told->reserve(kBlocksMax);
+    known_.reserve(kBlocksMax);
+  }
 
   FuzzyIndex* index() const { return index_; }
   bool takes(uint32_t context) const { return index_ != nullptr && index_->has_context(context); }
 
-  // `takes` the context; `tokens` are those of the block.
-  void born(uint32_t context, uint64_t prefix, const uint8_t* tokens, size_t bytes) {
+  // Before a birth or a death, of a context that it `takes`: all that these need memory for.
+  void expect_birth(uint32_t context, size_t bytes) {
     if (!died_.empty() || context != context_ || born_.size() == kBlocksMax) flush();
     context_ = context;
+    tokens_.reserve(kHashedTogether * bytes);
+  }
+  void expect_death(uint32_t context) {
+    if (!born_.empty() || context != context_ || died_.size() == kBlocksMax) flush();
+    context_ = context;
+  }
+  // `tokens` are those of the block.
+  void born(uint64_t prefix, const uint8_t* tokens, size_t bytes) noexcept {
     born_.push_back(prefix);
     tokens_.insert(tokens_.end(), tokens, tokens + bytes);
     if (born_.size() - known_.size() == kHashedTogether) hash();
   }
   // The same with what is known of the tokens, in place of them.
-  void born(uint32_t context, uint64_t prefix, const Content& content) {
-    if (!died_.empty() || context != context_ || born_.size() == kBlocksMax) flush();
+  void born(uint64_t prefix, const Content& content) noexcept {
     hash();
-    context_ = context;
     born_.push_back(prefix);
     known_.push_back(content);
   }
-  void died(uint32_t context, uint64_t prefix) {
-    if (!born_.empty() || context != context_ || died_.size() == kBlocksMax) flush();
-    context_ = context;
-    died_.push_back(prefix);
-  }
+  void died(uint64_t prefix) noexcept { died_.push_back(prefix); }
+  // Where there is no memory for it, the next one does it. Of a context that has gone since nothing is left
+  // to be told.
   void flush() {
-    hash();
-    if (!born_.empty()) index_->insert(context_, born_, known_);
-    if (!died_.empty()) index_->remove(context_, died_);
+    if (born_.empty() && died_.empty()) return;
+    if (takes(context_)) {
+      hash();
+      if (!born_.empty()) index_->insert(context_, born_, known_);
+      if (!died_.empty()) index_->remove(context_, died_);
+    }
     born_.clear();
     known_.clear();
+    tokens_.clear();
     died_.clear();
   }
 

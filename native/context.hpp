@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <new>
 #include <optional>
 #include <unordered_map>
 #include <vector>
@@ -64,6 +63,8 @@ class SurplusTable {
       found->count = count;
     }
   }
+  // The next `set` to more than 0, if it is that of this key, needs no memory.
+  void make_way(uint64_t key) { table_.make_way(key); }
   bool is_empty() const { return table_.size() == 0; }
   bool has(uint64_t key) { return table_.find(key) != nullptr; }
   SegmentedTable<Surplus>& table() { return table_; }
@@ -144,6 +145,7 @@ struct Context {
   // The source must be new here. Throws std::bad_alloc, and then it is.
   uint32_t add_source(uint32_t source) {
     if (free_sources.empty()) {
+      free_sources.reserve(sources.size() + 1);  // all of them, one day: `drop_source` never fails
       free_sources.push_back(static_cast<uint32_t>(sources.size()));
       make_or_undo(sources, free_sources);
     }
@@ -160,10 +162,7 @@ struct Context {
   void drop_source(uint32_t source) noexcept {
     const auto at = source_at.find(source);
     sources[at->second].live = false;
-    try {
-      free_sources.push_back(at->second);
-    } catch (const std::bad_alloc&) {  // nobody has this number any more
-    }
+    free_sources.push_back(at->second);
     source_at.erase(at);
   }
 

@@ -8,6 +8,8 @@
 //
 // Every event has a number, ascending; `land` forgets all up to one. Memory: about 100 bytes a block under
 // way.
+//
+// Where there is no memory to put down what an event does, all names are unsure until that event lands.
 #pragma once
 
 #include <cstdint>
@@ -41,18 +43,15 @@ class FlightBook {
   // The slot names `prefixes`, from this event on.
   void store(uint64_t number, uint64_t seed, uint32_t tier, uint32_t group,
              std::span<const uint64_t> engine_hashes, std::span<const uint64_t> prefixes) {
-    for (size_t i = 0; i < engine_hashes.size(); ++i) {
-      Name& name = names_[engine_hashes[i]];
+    put_down(number, engine_hashes, [&](size_t i, Name& name) {
       const bool same = name.number > cleared_ && name.seed == seed && name.prefix == prefixes[i];
       name = {number, seed, prefixes[i], (same ? name.slots : 0) | slot(tier, group)};
-    }
-    order_.emplace_back(number, std::vector<uint64_t>(engine_hashes.begin(), engine_hashes.end()));
+    });
   }
 
   // Something else happens to these.
   void touch(uint64_t number, std::span<const uint64_t> engine_hashes) {
-    for (const uint64_t engine_hash : engine_hashes) names_[engine_hash] = {number, 0, 0, 0};
-    order_.emplace_back(number, std::vector<uint64_t>(engine_hashes.begin(), engine_hashes.end()));
+    put_down(number, engine_hashes, [number](size_t, Name& name) { name = {number, 0, 0, 0}; });
   }
 
   // Something happens to all of them.
@@ -74,6 +73,17 @@ class FlightBook {
     uint64_t prefix = 0;
     uint64_t slots = 0;  // that name the prefix so for certain
   };
+
+  template <class Change>  // void(size_t, Name&)
+  void put_down(uint64_t number, std::span<const uint64_t> engine_hashes, Change change) {
+    try {
+      order_.emplace_back(number, std::vector<uint64_t>(engine_hashes.begin(), engine_hashes.end()));
+      for (size_t i = 0; i < engine_hashes.size(); ++i) change(i, names_[engine_hashes[i]]);
+    } catch (...) {
+      clear(number);
+      throw;
+    }
+  }
 
   // Tiers below 4 and groups below 16 have a bit; others are never known.
   static uint64_t slot(uint32_t tier, uint32_t group) {

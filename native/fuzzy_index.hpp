@@ -56,18 +56,23 @@ class FuzzyIndex {
       : shingle_(shingle), scans_(&native_scans()[std::min(scans, native_scans().size() - 1)]) {}
   FuzzyIndex(const FuzzyIndex&) = delete;
 
+  // Whether blocks of so many tokens have a SimHash.
+  bool takes_blocks_of(size_t block_size) const {
+    return block_size >= shingle_ && block_size <= Votes::kVotesMax;
+  }
   // Does nothing when the context is there. Throws std::invalid_argument for a block size that has no
   // SimHash.
   void add_context(uint32_t id, size_t block_size) {
-    if (block_size < shingle_ || block_size - shingle_ >= Votes::kVotesMax)
+    if (!takes_blocks_of(block_size))
       throw std::invalid_argument("block size must be between the shingle and 65535 tokens");
-    if (!contexts_.contains(id))
-      contexts_.emplace(id, std::make_unique<FuzzyContext>(block_size, shingle_, *scans_));
+    if (contexts_.contains(id)) return;
+    graveyard_.reserve(graveyard_.size() + contexts_.size() + 1);  // of all, one day
+    contexts_.emplace(id, std::make_unique<FuzzyContext>(block_size, shingle_, *scans_));
   }
-  void drop_context(uint32_t id) {
+  void drop_context(uint32_t id) noexcept {
     const auto found = contexts_.find(id);
     if (found == contexts_.end()) return;
-    graveyard_.push_back(std::move(found->second));
+    graveyard_.push_back(std::move(found->second));  // there is room: see add_context
     contexts_.erase(found);
   }
   bool has_context(uint32_t id) const { return contexts_.contains(id); }
@@ -455,7 +460,7 @@ inline void FuzzyIndex::import_rows(std::span<const ContentRow> rows) {
 
 template <class Keep>
 bool FuzzyIndex::import_settle(size_t rows_max, Keep keep) {
-  if (!std::exchange(is_settling_, true)) begin_walk();
+  if (!std::exchange(is_settling_, false)) begin_walk();  // anew too, where the last call found no memory
   std::vector<ContentRow> rows;
   const bool done = walk(rows_max, rows);
   for (const ContentRow& row : rows) {

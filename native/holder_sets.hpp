@@ -15,7 +15,6 @@
 #include <cassert>
 #include <cstdint>
 #include <memory>
-#include <new>
 #include <span>
 #include <utility>
 #include <vector>
@@ -205,7 +204,10 @@ class HolderSets {
       const Set& set = sets_[at->id];
       if (set.context == context && set.first_word == first_word && set.words == scratch_) return at->id;
     }
-    if (free_.empty()) free_.push_back(sets_.add());
+    if (free_.empty()) {
+      if (free_.capacity() <= sets_.size()) free_.reserve(2 * sets_.size());  // all of them, one day
+      free_.push_back(sets_.add());
+    }
     const SetId id = free_.back();  // until there is memory for all of it
     Set& set = sets_[id];
     set.words.assign(scratch_.begin(), scratch_.end());
@@ -228,10 +230,7 @@ class HolderSets {
     set.words = {};
     ++set.generation;
     --live_;
-    try {
-      free_.push_back(id);
-    } catch (const std::bad_alloc&) {  // nobody has this number any more
-    }
+    free_.push_back(id);
   }
 
   // By number. Never moves what it holds, so it grows without a pause; a deque does that too, but divides by
@@ -287,12 +286,17 @@ class SetReferences {
 };
 
 // Entries that take the same step, one after the other: from one set of holders to another and from one set
-// of owners to another. References move together, at the latest when this goes.
+// of owners to another. References move together, at the latest when this goes; until then it has one of its
+// own to each of the sets that it leads to.
 class HolderStep {
  public:
   explicit HolderStep(HolderSets& sets) : sets_(sets) {}
   HolderStep(const HolderStep&) = delete;
-  ~HolderStep() { settle(); }
+  ~HolderStep() {
+    settle();
+    sets_.release(to_holders_);
+    sets_.release(to_owners_);
+  }
 
   bool is_from(SetId holders, SetId owners) const { return holders == holders_ && owners == owners_; }
   SetId holders() const { return to_holders_; }
@@ -301,18 +305,21 @@ class HolderStep {
   // From now on it is another step: from these sets to themselves, until `lead_to` says where it leads.
   void begin(SetId holders, SetId owners) {
     settle();
-    holders_ = to_holders_ = holders;
-    owners_ = to_owners_ = owners;
+    lead_holders_to(holders_ = holders);
+    lead_owners_to(owners_ = owners);
   }
-  // At least one entry takes it there.
-  void lead_to(SetId holders, SetId owners) {
-    to_holders_ = holders;
-    to_owners_ = owners;
-  }
+  // Before an entry takes it.
+  void lead_holders_to(SetId holders) { lead(to_holders_, holders); }
+  void lead_owners_to(SetId owners) { lead(to_owners_, owners); }
   // An entry has taken the step.
   void take() { ++taken_; }
 
  private:
+  void lead(SetId& set, SetId to) {
+    sets_.retain(to);
+    sets_.release(std::exchange(set, to));
+  }
+
   void settle() {
     sets_.retain(to_holders_, taken_);
     sets_.retain(to_owners_, taken_);

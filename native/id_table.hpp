@@ -131,11 +131,13 @@ class IdTable {
     if (size_ != 0 || directory_bits_ != 0) return;
     constexpr unsigned kBitsMax = 16;
     const size_t full = fill_max(buckets_in(kSegmentPages), kBentDepth);
-    while (directory_bits_ < kBitsMax && (entries >> directory_bits_) > full * 23 / 16) ++directory_bits_;
-    if (directory_bits_ == 0) return;
+    unsigned bits = 0;
+    while (bits < kBitsMax && (entries >> bits) > full * 23 / 16) ++bits;
+    if (bits == 0) return;
+    directory_.resize(size_t{1} << bits);
+    segments_.resize(size_t{1} << bits);  // from here on nothing fails
+    directory_bits_ = bits;
     first_pages_ = kHalfPages;
-    segments_.resize(size_t{1} << directory_bits_);
-    directory_.resize(segments_.size());
     for (uint32_t index = 0; index < segments_.size(); ++index) {
       directory_[index] = index;
       segments_[index].depth = static_cast<uint8_t>(directory_bits_);

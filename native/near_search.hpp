@@ -99,6 +99,7 @@ class NearSearch {
   // Returns the work that it was.
   template <class Hit>
   size_t search_region(const NearTable& table, Hit& hit) {
+    candidates_.clear();
     if (region_bits_ == 0)
       plan_->list_unsorted(region_);
     else

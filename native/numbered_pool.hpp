@@ -77,24 +77,22 @@ class NumberedPool {
     bases_[number][id % kChunk] = Record{};
     chunk.free[id % kChunk / 64] |= uint64_t{1} << id % 64;
     --size_;
-    try {
-      if (--chunk.live == 0 && open_.size() > 1) return close_chunk(number);
-      if (chunk.is_open) return;
-      open_.push_back(number);
-      chunk.is_open = true;
-    } catch (const std::bad_alloc&) {  // the chunk stays as it is, until another of its records is freed
-    }
+    if (--chunk.live == 0 && open_.size() > 1) return close_chunk(number);
+    if (!chunk.is_open) open_.push_back(number);
+    chunk.is_open = true;
   }
 
   // From number `cursor` on (0 at first), until `visit(id, record)` says that it has had enough: free records
-  // too, and null for a whole chunk that is not in memory. True when there is no more. The visit may free.
+  // too, and null for a whole chunk that is not in memory. True when there is no more. The visit may free;
+  // where it throws, the cursor stays.
   template <class Visit>  // bool(RecordId, Record*)
   bool walk(uint64_t& cursor, Visit visit) const {
     while (cursor < end()) {
       const auto id = static_cast<RecordId>(cursor);
       Record* const record = peek(id);
+      const bool goes_on = visit(id, record);
       cursor = record == nullptr ? chunk_after(id) : id + 1;
-      if (!visit(id, record)) return false;
+      if (!goes_on) return false;
     }
     return true;
   }
@@ -150,13 +148,14 @@ class NumberedPool {
   void open_chunk() {
     if (unmapped_.empty()) {
       if (bases_.size() == chunks_.size()) bases_.push_back(nullptr);
-      unmapped_.reserve(1);
+      open_.reserve(bases_.size());  // all of them, one day: what `free` does never fails
+      unmapped_.reserve(bases_.size());
       chunks_.emplace_back();
       unmapped_.push_back(static_cast<uint32_t>(chunks_.size() - 1));
     }
     const uint32_t number = unmapped_.back();  // until there is memory for all of it
     Chunk& chunk = chunks_[number];
-    chunk.memory.renew(kChunkPages);
+    chunk.memory.renew(kChunkPages);  // from here on nothing fails
     open_.push_back(number);
     unmapped_.pop_back();
     bases_[number] = static_cast<Record*>(chunk.memory.base());

@@ -30,10 +30,13 @@ struct Orphan {
   std::vector<uint8_t> tokens;
   ExtraKeys extra;
   uint32_t owner;
+  bool is_released = false;  // its parent has come, and it is on its way into the index
 };
 
 class OrphanBook {
  public:
+  using Orphans = std::list<Orphan>;
+
   explicit OrphanBook(size_t blocks_max) : blocks_max_(blocks_max) {}
 
   bool is_empty() const { return orphans_.empty(); }
@@ -47,41 +50,61 @@ class OrphanBook {
   // (source, blocks) that had to make room since the last call.
   std::vector<std::pair<uint32_t, uint64_t>> take_drops() { return std::exchange(drops_, {}); }
 
-  // Returns the number of blocks that now wait: all or, past the bound, none.
+  // Returns the number of blocks that now wait: all or, past the bound, none. Throws std::bad_alloc, and then
+  // nothing has changed.
   uint64_t add(Orphan orphan) {
     const size_t blocks = orphan.engine_hashes.size();
     if (blocks > blocks_max_) {
       note_drop(orphan);
       return 0;
     }
-    while (blocks_ + blocks > blocks_max_) {
+    size_t oldest = 0, freed = 0;  // these have to make room
+    for (auto at = orphans_.begin(); blocks_ - freed + blocks > blocks_max_; ++at, ++oldest)
+      freed += at->engine_hashes.size();
+    drops_.reserve(drops_.size() + oldest);
+    orphan.arrival = ++arrivals_;
+    orphan.living.assign(blocks, true);
+    uint64_t& of_source = blocks_of_[orphan.place.source];
+    orphans_.push_back(std::move(orphan));
+    of_source += blocks;
+    blocks_ += blocks;
+    const auto at = std::prev(orphans_.end());
+    try {
+      by_parent_.emplace(key(at->place.source, at->context, at->parent), at);
+      for (const uint64_t engine_hash : at->engine_hashes)
+        by_block_.emplace(key(at->place.source, kAnyContext, engine_hash), at);
+    } catch (...) {
+      take(at);
+      throw;
+    }
+    for (; oldest != 0; --oldest) {
       note_drop(orphans_.front());
       take(orphans_.begin());
     }
-    orphan.arrival = ++arrivals_;
-    orphan.living.assign(blocks, true);
-    blocks_ += blocks;
-    blocks_of_[orphan.place.source] += blocks;
-    orphans_.push_back(std::move(orphan));
-    const auto at = std::prev(orphans_.end());
-    by_parent_.emplace(key(at->place.source, at->context, at->parent), at);
-    for (const uint64_t engine_hash : at->engine_hashes)
-      by_block_.emplace(key(at->place.source, kAnyContext, engine_hash), at);
     return blocks;
   }
 
-  // Takes out all that wait for this block, the youngest first.
-  std::vector<Orphan> take_waiting(uint32_t source, uint32_t context, uint64_t engine_hash) {
+  // All that wait for this block and are not released yet, the youngest first.
+  std::vector<Orphans::iterator> waiting(uint32_t source, uint32_t context, uint64_t engine_hash) {
     std::vector<Orphans::iterator> waiting;
     const auto [begin, end] = by_parent_.equal_range(key(source, context, engine_hash));
     for (auto at = begin; at != end; ++at)
       if (at->second->place.source == source && at->second->context == context &&
-          at->second->parent == engine_hash)
+          at->second->parent == engine_hash && !at->second->is_released)
         waiting.push_back(at->second);
     std::sort(waiting.begin(), waiting.end(), [](auto a, auto b) { return a->arrival > b->arrival; });
-    std::vector<Orphan> taken;
-    for (const Orphans::iterator at : waiting) taken.push_back(take(at));
-    return taken;
+    return waiting;
+  }
+
+  void take(Orphans::iterator at) {
+    unlink(by_parent_, key(at->place.source, at->context, at->parent), at);
+    for (const uint64_t engine_hash : at->engine_hashes)
+      unlink(by_block_, key(at->place.source, kAnyContext, engine_hash), at);
+    const size_t blocks = at->engine_hashes.size();
+    blocks_ -= blocks;
+    const auto of_source = blocks_of_.find(at->place.source);
+    if ((of_source->second -= blocks) == 0) blocks_of_.erase(of_source);
+    orphans_.erase(at);
   }
 
   // The oldest orphan of the place with such a living block loses it; false when there is none.
@@ -121,7 +144,6 @@ class OrphanBook {
   }
 
  private:
-  using Orphans = std::list<Orphan>;
   using Links = std::unordered_multimap<uint64_t, Orphans::iterator>;
   static constexpr uint32_t kAnyContext = 0;
 
@@ -130,26 +152,14 @@ class OrphanBook {
   }
 
   void note_drop(const Orphan& orphan) {
-    dropped_ += orphan.engine_hashes.size();
     drops_.emplace_back(orphan.place.source, orphan.engine_hashes.size());
+    dropped_ += orphan.engine_hashes.size();
   }
 
   static void unlink(Links& links, uint64_t key, Orphans::iterator orphan) {
     const auto [begin, end] = links.equal_range(key);
-    links.erase(std::find_if(begin, end, [&](const auto& link) { return link.second == orphan; }));
-  }
-
-  Orphan take(Orphans::iterator at) {
-    unlink(by_parent_, key(at->place.source, at->context, at->parent), at);
-    for (const uint64_t engine_hash : at->engine_hashes)
-      unlink(by_block_, key(at->place.source, kAnyContext, engine_hash), at);
-    const size_t blocks = at->engine_hashes.size();
-    blocks_ -= blocks;
-    const auto of_source = blocks_of_.find(at->place.source);
-    if ((of_source->second -= blocks) == 0) blocks_of_.erase(of_source);
-    Orphan orphan = std::move(*at);
-    orphans_.erase(at);
-    return orphan;
+    const auto found = std::find_if(begin, end, [&](const auto& link) { return link.second == orphan; });
+    if (found != end) links.erase(found);  // there was no memory for one that is not
   }
 
   const size_t blocks_max_;

@@ -127,8 +127,8 @@ struct Statistics {
 
 class PrefixIndex {
  public:
-  // `contents`, when not null, is told of plain blocks, and lives longer. Its contexts are the caller's to
-  // add, before anything is stored in them, and to drop.
+  // `contents`, when not null, is told of plain blocks, and lives longer. Contexts whose blocks can have a
+  // SimHash come and go there with those of this index.
   explicit PrefixIndex(const Limits& limits, FuzzyIndex* contents = nullptr)
       : limits_(limits),
         walk_(sets_, limits.ttl),
@@ -294,6 +294,11 @@ class PrefixIndex {
     std::unordered_map<uint32_t, uint32_t> renamed = {};  // slot of the snapshot -> slot
     uint64_t blocks = 0, digest = 0;
   };
+  struct ImportedSets {  // of a frame; what was added is in the books of the slots when this goes
+    PrefixIndex& index;
+    std::vector<Imported> sets;
+    ~ImportedSets();
+  };
   struct ImportedClaim {  // of a snapshot that is being read
     uint64_t prefix;
     uint32_t context, slot;
@@ -320,10 +325,10 @@ class PrefixIndex {
     std::optional<uint32_t> slot = {};      // made with the first block that is stored
     uint32_t owner = 0;
     size_t next = 0;
-    Orphan orphan = {};  // what waited until now, and owns what the spans refer to
+    std::optional<OrphanBook::Orphans::iterator> orphan = {};  // that waited until now, and has the blocks
     std::vector<uint64_t> own_prefixes = {};
 
-    bool is_living(size_t block) const { return orphan.living.empty() || orphan.living[block]; }
+    bool is_living(size_t block) const { return !orphan || (*orphan)->living[block]; }
   };
   struct Storing {  // what the blocks of one call have in common
     Context& context;
@@ -361,6 +366,7 @@ class PrefixIndex {
   static size_t plain_blocks(bool parent, const ExtraKeys& extra, size_t blocks);
   bool is_restated(Context& context, Frame& frame, Tick now);
   uint64_t store_frame(Context& context, Frame first, Tick now, bool count_copies);
+  uint64_t store_next(const Storing& by, std::vector<Frame>& frames);
   void renew_parent(Context& context, Frame& frame);
   void release_waiters(Context& context, const Frame& frame, size_t block, std::vector<Frame>& frames);
   uint64_t prefix_at(Frame& frame, size_t block) {
@@ -372,8 +378,13 @@ class PrefixIndex {
   void store_renamed(const Storing& by, Frame& frame);
   void store_new(const Storing& by, Frame& frame);
   void store_block(const Storing& by, Frame& frame);
-  void store_name(const Storing& by, uint32_t slot, uint64_t key, uint64_t prefix, BlockId parent,
-                  BlockId& id, bool counts);
+  void store_name(const Storing& by, const Frame& frame, size_t block, BlockId& id);
+  // Before a block is stored: all that `see` needs memory for.
+  void expect(const Storing& by, const Frame& frame, uint64_t prefix) {
+    if (!by.told) return;
+    contents_.expect_birth(by.context.id, by.context.block_bytes);
+    if (frame.owner != 0) owners_.make_way(by.context.claims, prefix);
+  }
   void see(const Storing& by, Frame& frame, size_t block, BlockId id, BlockRecord& record);
   void tell(const Storing& by, Frame& frame, size_t block, BlockRecord& record);
 
@@ -411,8 +422,7 @@ class PrefixIndex {
   void unlist(Context& context, BlockId id);
   void list_behind(Context& context, BlockId id);
   void free_record(Context& context, BlockId id);
-  void hold(Context& context, uint32_t slot, BlockId& id, uint64_t prefix, BlockId parent, Tick now);
-  void unhold(Context& context, uint32_t slot, BlockId id);
+  void hold(Context& context, uint32_t slot, BlockId id, SetReferences holders);
   void unname(BlockId id);
   void replace(SetId& set, SetId by);
   bool holds(uint32_t slot, BlockId id, Tick now) const {
@@ -423,10 +433,11 @@ class PrefixIndex {
   bool is_held(const Context& context, const BlockRecord& record) const {
     return sets_.size_minus(record.holders, context.dead) != 0;
   }
-  // Nobody holds the record any more.
+  // Nobody holds the record any more. Throws std::bad_alloc, and then somebody does.
   void die(Context& context, const BlockRecord& record) {
+    if (record.is_plain) contents_.expect_death(context.id);
     owners_.drop(context.claims, record.prefix);
-    if (record.is_plain) contents_.died(context.id, record.prefix);
+    if (record.is_plain) contents_.died(record.prefix);
   }
 
   // prefix_index_names.cpp: names
@@ -479,9 +490,9 @@ class PrefixIndex {
     const auto found = contexts_.find(id);
     return found == contexts_.end() ? nullptr : found->second.get();
   }
-  // Invariant: whatever changes a name calls this, so that an export under way writes the name again.
+  // Invariant: whatever changes a name calls this first, so that an export under way writes the name again.
   void touch(uint64_t key) {
-    if (exporting_ && touched_.find(key) == nullptr) touched_.insert(Touched{key, 1});
+    if (touched_ && touched_->find(key) == nullptr) touched_->insert(Touched{key, 1});
   }
 
   // prefix_index_snapshot.cpp
@@ -508,7 +519,7 @@ class PrefixIndex {
     return context.records >= limits_.prefixes_per_context_max || pool_.size() >= limits_.prefixes_max;
   }
   void make_room(Context& context);
-  size_t evict(Eviction& eviction, Context* only);
+  void evict(Eviction& eviction, Context* only, uint64_t& evicted);
   BlockId some_record(const Context* only);
   void choose_age(Eviction& eviction, const Context* only);
   void find_victims(Eviction& eviction, const Context* only, Victims& victims);
@@ -558,9 +569,8 @@ class PrefixIndex {
   uint64_t random_ = 0;
   Statistics statistics_;
 
-  bool exporting_ = false;
   NameCursor export_cursor_;
-  SegmentedTable<Touched> touched_;
+  std::optional<SegmentedTable<Touched>> touched_;   // while an export is under way
   std::vector<std::pair<uint32_t, uint64_t>> gone_;  // (context, prefix) since the last frame
   ClaimCursor claim_cursor_;
   std::deque<ImportedClaim> imported_claims_;           // until the names are all there

@@ -7,20 +7,27 @@ namespace kvindexer {
 
 std::pair<uint32_t, std::optional<uint32_t>> PrefixIndex::add_context(uint64_t seed, uint32_t block_size) {
   std::optional<uint32_t> evicted;
-  if (contexts_.size() >= limits_.contexts_max) {
+  if (contexts_.size() >= limits_.contexts_max)
     evicted = std::min_element(contexts_.begin(), contexts_.end(), [](const auto& a, const auto& b) {
                 return a.second->last_used < b.second->last_used;
               })->first;
-    drop_context(*evicted);
-    ++statistics_.contexts_evicted;
-  }
+  graveyard_.reserve(graveyard_.size() + 1);
   auto context = std::make_unique<Context>(pool_);
-  context->id = ++context_count_;
+  context->id = context_count_ + 1;
   context->seed = seed;
   context->block_bytes = size_t{block_size} * 4;
   context->last_used = ++uses_;
-  contexts_.emplace(context_count_, std::move(context));
-  return {context_count_, evicted};
+  const uint32_t id = context->id;
+  FuzzyIndex* const contents = contents_.index();
+  if (contents != nullptr && contents->takes_blocks_of(block_size)) contents->add_context(id, block_size);
+  try {
+    contexts_.emplace(id, std::move(context));
+  } catch (...) {
+    if (contents != nullptr) contents->drop_context(id);
+    throw;
+  }
+  if (evicted) drop_context(*evicted);
+  return {++context_count_, evicted};
 }
 
 void PrefixIndex::drop_context(uint32_t id) {
@@ -29,14 +36,16 @@ void PrefixIndex::drop_context(uint32_t id) {
     if (local.live) std::erase(sources_.at(local.source), id);
   orphans_.drop_if([id](const Orphan& orphan) { return orphan.context == id; });
   marks_ -= found->second->marks.size();
-  graveyard_.push_back(std::move(found->second));
+  if (contents_.index() != nullptr) contents_.index()->drop_context(id);
+  graveyard_.push_back(std::move(found->second));  // there is room: see add_context
   contexts_.erase(found);
+  ++statistics_.contexts_evicted;
   remains_ = true;
 }
 
 uint32_t PrefixIndex::add_source() {
-  sources_.try_emplace(++source_count_);
-  return source_count_;
+  sources_.try_emplace(source_count_ + 1);
+  return ++source_count_;
 }
 
 void PrefixIndex::drop_source(uint32_t source) {
@@ -64,11 +73,14 @@ uint32_t PrefixIndex::slot_of(Context& context, const Place& place) {
 }
 
 void PrefixIndex::clear(uint32_t source, std::optional<uint32_t> tier, std::optional<uint32_t> only_context) {
+  for (const uint32_t id : sources_.at(source)) {  // all, or nothing changes
+    Context& context = *contexts_.at(id);
+    context.retired_slots.reserve(context.retired_slots.size() + context.find_source(source)->slots.size());
+  }
   for (const uint32_t id : sources_.at(source)) {
     if (only_context && *only_context != id) continue;
     Context& context = *contexts_.at(id);
     LocalSource& local = context.sources[context.source_at.at(source)];
-    context.retired_slots.reserve(context.retired_slots.size() + local.slots.size());  // or nothing changes
     std::erase_if(local.slots, [&](uint32_t slot) {
       if (tier && context.slots[slot].tier != *tier) return false;
       context.retire(slot, pass_);

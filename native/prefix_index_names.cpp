@@ -38,10 +38,9 @@ std::optional<PrefixIndex::Named> PrefixIndex::resolve(uint32_t source, uint64_t
 
 // -- records
 
-// A new record, which takes over the reference to its holders. May evict others.
+// A new record, which takes over the reference to its holders. There is room for it.
 BlockId PrefixIndex::add_record(Context& context, uint64_t prefix, BlockId parent, SetReferences holders,
                                 Tick last_seen) {
-  if (is_full(context)) make_room(context);
   const BlockId id = pool_.add();
   BlockRecord& record = pool_[id];
   record.prefix = prefix;
@@ -116,28 +115,14 @@ void PrefixIndex::free_record(Context& context, BlockId id) {
   pool_.free(id);
 }
 
-// Adds the slot to the holders; `id` is kNoBlock when the prefix is new, and becomes its record; `parent` is
-// that of the prefix before it, if it is known.
-void PrefixIndex::hold(Context& context, uint32_t slot, BlockId& id, uint64_t prefix, BlockId parent,
-                       Tick now) {
-  if (id == kNoBlock) {
-    SetReferences alone(sets_, sets_.with(kEmptySet, context.id, slot));
-    id = add_record(context, prefix, parent, std::move(alone), now);
-  } else {
-    SetId holders = pool_[id].holders;
-    replace(holders, sets_.with(holders, context.id, slot));
-    pool_[id].holders = holders;
-  }
+// The slot holds the prefix from now on, beside those that did: `holders` are all of them.
+void PrefixIndex::hold(Context& context, uint32_t slot, BlockId id, SetReferences holders) {
+  BlockRecord& record = pool_[id];
+  const SetId before = record.holders;
+  record.holders = holders.take();
+  sets_.release(before);
   ++context.slots[slot].blocks;
-  context.slots[slot].digest += mix64(prefix);
-}
-
-// Behind `hold` of a prefix that was new: as if it had not been.
-void PrefixIndex::unhold(Context& context, uint32_t slot, BlockId id) {
-  const uint64_t prefix = pool_[id].prefix;
-  --context.slots[slot].blocks;
-  context.slots[slot].digest -= mix64(prefix);
-  free_record(context, id);
+  context.slots[slot].digest += mix64(record.prefix);
 }
 
 // Takes away the name that lies in a record.

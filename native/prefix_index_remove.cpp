@@ -55,7 +55,8 @@ size_t PrefixIndex::remove_run(Removal& removal, std::span<const uint64_t> engin
       if (sets_.context(owners) != context.id || !sets_.contains(owners, *removal.slot)) break;
       if (!sets_.contains(holders, *removal.slot)) break;
       const SetId left = sets_.without(holders, *removal.slot);
-      step.lead_to(left, left == kEmptySet ? kEmptySet : sets_.without(owners, *removal.slot));
+      step.lead_holders_to(left);
+      step.lead_owners_to(left == kEmptySet ? kEmptySet : sets_.without(owners, *removal.slot));
     }
     if (step.holders() == kEmptySet) {
       size_t run = 1;
@@ -97,6 +98,8 @@ void PrefixIndex::empty_run(Removal& removal, HolderStep& step, std::span<const 
   const bool is_forward = removal.step > 0;
   const BlockId last = is_forward ? near + static_cast<BlockId>(count) : near - 1;
   list_behind(context, last);
+  if (touched_)
+    for (const uint64_t engine_hash : engine_hashes) touch(mix64(engine_hash));
   size_t fetched = 0;
   for (size_t at = 0; at < count; ++at) {
     if (at == 0 || fetched - at == kAhead) {
@@ -116,8 +119,10 @@ void PrefixIndex::empty_run(Removal& removal, HolderStep& step, std::span<const 
     const BlockId id = last - static_cast<BlockId>(at);
     const BlockRecord& record = pool_[id];
     const uint64_t prefix = record.prefix;
-    touch(mine.key);
-    if (record.is_plain) contents_.died(context.id, prefix);
+    if (record.is_plain) {
+      contents_.expect_death(context.id);  // from here on nothing fails
+      contents_.died(prefix);
+    }
     step.take();
     --slot.blocks;
     slot.digest -= mix64(prefix);
@@ -151,7 +156,8 @@ size_t PrefixIndex::remove_renamed(Removal& removal, std::span<const uint64_t> e
     if (!step.is_from(holders, owners)) {
       step.begin(holders, owners);
       if (sets_.context(holders) != context.id || !sets_.contains(holders, *removal.slot)) break;
-      step.lead_to(sets_.without(holders, *removal.slot), sets_.without(owners, *removal.slot));
+      step.lead_holders_to(sets_.without(holders, *removal.slot));
+      step.lead_owners_to(sets_.without(owners, *removal.slot));
     }
     if (step.holders() == kEmptySet) {   // the record goes, and what is left of its own name
       step.begin(kEmptySet, kEmptySet);  // from sets that may be gone after this

@@ -25,6 +25,7 @@
 // read. So contents are put together on their own, and when all is read, those stay whose prefix is there.
 // Claims wait until then, and are taken in one after the other where their slot holds their prefix.
 #include <algorithm>
+#include <cassert>
 #include <unordered_map>
 
 #include "prefix_index.hpp"
@@ -40,17 +41,16 @@ constexpr uint32_t kFollows = 1u << 31;     // beside the number of a set
 }  // namespace
 
 void PrefixIndex::export_begin() {
-  exporting_ = true;
-  export_cursor_ = {};
-  touched_ = {};
-  gone_.clear();
-  claim_cursor_ = {};
-  owners_.begin_notes();
+  export_end();
+  std::optional<SegmentedTable<Touched>> touched(std::in_place);
+  owners_.begin_notes();  // from here on nothing fails
+  touched_ = std::move(touched);
 }
 
 void PrefixIndex::export_end() {
-  exporting_ = false;
-  touched_ = {};
+  touched_.reset();
+  export_cursor_ = {};
+  claim_cursor_ = {};
   gone_ = {};
   owners_.end_notes();
   if (contents_.index() != nullptr) contents_.index()->export_end();
@@ -155,11 +155,12 @@ std::vector<uint8_t> PrefixIndex::export_changes(size_t keys_max, size_t& keys_l
   std::vector<uint64_t> keys;
   uint64_t cursor = 0;
   bool done = false;
-  touched_.sweep(cursor, done, keys_max, [&](const Touched& touched) {
+  assert(touched_ && "an export has begun");
+  touched_->sweep(cursor, done, keys_max, [&](const Touched& touched) {
     keys.push_back(uint64_t{touched.key});  // a copy: the entry is packed
     return false;
   });
-  keys_left = touched_.size();
+  keys_left = touched_->size();
   std::vector<ListedName> found;
   for (const uint64_t key : keys)
     each_name(key, [&](const Naming& name) {
@@ -189,8 +190,8 @@ std::vector<uint8_t> PrefixIndex::frame_of(std::span<const uint64_t> void_keys,
     bool follows;
   };
   std::vector<Row> rows;
-  BlockId last = kNoBlock;  // of the row before
-  std::vector<SetId> sets;  // retained until the frame is written
+  BlockId last = kNoBlock;          // of the row before
+  std::vector<SetReferences> sets;  // until the frame is written
   std::unordered_map<SetId, uint32_t> set_at;
   rows.reserve(found.size());
   for (const ListedName& name : found) {
@@ -198,14 +199,11 @@ std::vector<uint8_t> PrefixIndex::frame_of(std::span<const uint64_t> void_keys,
     const BlockId before = std::exchange(last, kNoBlock);
     if (context == nullptr || name.holders == kEmptySet) continue;
     const bool all = name.holders == name.owners && context->retired_slots.empty();
-    const SetId owners =
-        all ? name.owners : sets_.intersection_minus(name.owners, name.holders, context->dead);
-    if (owners == kEmptySet) continue;
-    const auto [at, is_new] = set_at.try_emplace(owners, static_cast<uint32_t>(sets.size()));
-    if (is_new) {
-      sets_.retain(owners);
-      sets.push_back(owners);
-    }
+    SetReferences owners(
+        sets_, all ? name.owners : sets_.intersection_minus(name.owners, name.holders, context->dead));
+    if (owners.id() == kEmptySet) continue;
+    const auto [at, is_new] = set_at.try_emplace(owners.id(), static_cast<uint32_t>(sets.size()));
+    if (is_new) sets.push_back(std::move(owners));
     const bool follows = name.follows && before + 1 == name.id;
     last = name.id;
     rows.push_back({name.key, name.prefix, at->second, name.last_seen, follows});
@@ -221,10 +219,10 @@ std::vector<uint8_t> PrefixIndex::frame_of(std::span<const uint64_t> void_keys,
   out.u32(static_cast<uint32_t>(void_keys.size()));
   for (const uint64_t key : void_keys) out.u64(key);
   out.u32(static_cast<uint32_t>(sets.size()));
-  for (const SetId set : sets) {
+  for (const SetReferences& set : sets) {
     std::vector<uint32_t> slots;
-    sets_.for_each(set, [&](uint32_t slot) { slots.push_back(slot); });
-    out.u32(sets_.context(set));
+    sets_.for_each(set.id(), [&](uint32_t slot) { slots.push_back(slot); });
+    out.u32(sets_.context(set.id()));
     out.u32(static_cast<uint32_t>(slots.size()));
     for (const uint32_t slot : slots) out.u32(slot);
   }
@@ -238,7 +236,7 @@ std::vector<uint8_t> PrefixIndex::frame_of(std::span<const uint64_t> void_keys,
   if (!copies_.is_empty())
     for (size_t i = 0; i < rows.size(); ++i) {
       if (!copies_.has(rows[i].key)) continue;
-      const SetId owners = sets[rows[i].set];
+      const SetId owners = sets[rows[i].set].id();
       sets_.for_each(owners, [&](uint32_t slot) {
         if (const uint64_t more = copies_.get(rows[i].key, sets_.context(owners), slot); more != 0)
           surplus.push_back({i, slot, more});
@@ -250,7 +248,6 @@ std::vector<uint8_t> PrefixIndex::frame_of(std::span<const uint64_t> void_keys,
     out.u32(static_cast<uint32_t>(slot));
     out.u64(more);
   }
-  for (const SetId set : sets) sets_.release(set);
   return out.bytes();
 }
 
@@ -278,8 +275,8 @@ bool PrefixIndex::import_frame(std::span<const uint8_t> bytes, const SlotMap& sl
   }
   for (size_t left = in.count(8); left != 0; --left) disown_all(in.u64());
 
-  std::vector<Imported> sets(in.count(8));
-  for (Imported& set : sets) {
+  ImportedSets imported{*this, std::vector<Imported>(in.count(8))};
+  for (Imported& set : imported.sets) {
     const uint32_t old_context = in.u32();
     for (size_t left = in.count(4); left != 0; --left) {
       const uint32_t old_slot = in.u32();
@@ -292,15 +289,17 @@ bool PrefixIndex::import_frame(std::span<const uint8_t> bytes, const SlotMap& sl
       sets_.release(std::exchange(set.id, more));
     }
   }
-  const bool whole = import_names(in, sets, aging) && in.is_whole() && in.is_at_end();
+  return import_names(in, imported.sets, aging) && in.is_whole() && in.is_at_end();
+}
+
+PrefixIndex::ImportedSets::~ImportedSets() {
   for (const Imported& set : sets) {
-    sets_.for_each(set.id, [&](uint32_t slot) {
+    index.sets_.for_each(set.id, [&](uint32_t slot) {
       set.context->slots[slot].blocks += set.blocks;
       set.context->slots[slot].digest += set.digest;
     });
-    sets_.release(set.id);
+    index.sets_.release(set.id);
   }
-  return whole;
 }
 
 bool PrefixIndex::import_contents(FrameReader& in, const SlotMap& slots, bool taken) {
@@ -466,10 +465,18 @@ BlockId PrefixIndex::import_name(uint64_t key, uint64_t prefix, Tick last_seen, 
   Context& context = *set.context;
   BlockId id = find_near(context, before, prefix);
   if (id == kNoBlock) {
+    if (is_full(context)) make_room(context);
     id = add_record(context, prefix, follows ? before : kNoBlock, SetReferences(sets_, set.id), last_seen);
+    try {
+      add_name(id, key, SetReferences(sets_, set.id));
+    } catch (...) {  // no more memory: what is held without a name, nobody could take away
+      free_record(context, id);
+      throw;
+    }
     ++set.blocks;
     set.digest += mix64(prefix);
   } else {
+    add_name(id, key, SetReferences(sets_, set.id));
     sets_.for_each(set.id, [&](uint32_t slot) {
       SetId holders = pool_[id].holders;
       if (sets_.contains(holders, slot))
@@ -481,7 +488,6 @@ BlockId PrefixIndex::import_name(uint64_t key, uint64_t prefix, Tick last_seen, 
     });
     pool_[id].last_seen = std::max<Tick>(pool_[id].last_seen, last_seen);
   }
-  add_name(id, key, SetReferences(sets_, set.id));
   return id;
 }
 

@@ -138,26 +138,39 @@ uint64_t PrefixIndex::store_frame(Context& context, Frame first, Tick now, bool 
   const Storing by{context, now, count_copies, contents_.takes(context.id)};
   std::vector<Frame> frames;
   frames.push_back(std::move(first));
-  while (!frames.empty()) {
-    Frame& frame = frames.back();
-    const bool is_awaited = orphans_.blocks_of(frame.place.source) != 0;
-    renew_parent(context, frame);
-    if (!is_awaited && frame.is_chain && frame.orphan.living.empty()) stored += store_run(by, frame);
-    if (frame.next == frame.engine_hashes.size()) {
-      frames.pop_back();
-      continue;
-    }
-    const size_t block = frame.next++;
-    prefix_at(frame, block);
-    if (frame.is_living(block)) {
-      store_block(by, frame);
-      ++stored;
-    } else {
-      frame.before = context.find_child(sets_, frame.before, frame.prefixes[block]);
-    }
-    if (is_awaited) release_waiters(context, frame, block, frames);
+  try {
+    while (!frames.empty()) stored += store_next(by, frames);
+  } catch (...) {  // no more memory: what is left of the orphans waits for their parent to be told of again
+    for (const Frame& frame : frames)
+      if (frame.orphan) (*frame.orphan)->is_released = false;
+    throw;
   }
   contents_.flush();
+  return stored;
+}
+
+// The next block or run of blocks of the last frame, which goes when it has none; returns how many.
+uint64_t PrefixIndex::store_next(const Storing& by, std::vector<Frame>& frames) {
+  Frame& frame = frames.back();
+  const bool is_awaited = orphans_.blocks_of(frame.place.source) != 0;
+  renew_parent(by.context, frame);
+  uint64_t stored = 0;
+  if (!is_awaited && frame.is_chain) stored += store_run(by, frame);
+  if (frame.next == frame.engine_hashes.size()) {
+    if (frame.orphan) orphans_.take(*frame.orphan);
+    frames.pop_back();
+    return stored;
+  }
+  const size_t block = frame.next++;
+  prefix_at(frame, block);
+  if (frame.is_living(block)) {
+    store_block(by, frame);
+    ++stored;
+    if (frame.orphan) (*frame.orphan)->living[block] = false;
+  } else {
+    frame.before = by.context.find_child(sets_, frame.before, frame.prefixes[block]);
+  }
+  if (is_awaited) release_waiters(by.context, frame, block, frames);
   return stored;
 }
 
@@ -177,24 +190,23 @@ void PrefixIndex::renew_parent(Context& context, Frame& frame) {
 void PrefixIndex::release_waiters(Context& context, const Frame& parent, size_t block,
                                   std::vector<Frame>& frames) {
   const uint64_t prefix = parent.prefixes[block];
-  std::vector<Orphan> waiting =
-      orphans_.take_waiting(parent.place.source, context.id, parent.engine_hashes[block]);
+  const auto waiting = orphans_.waiting(parent.place.source, context.id, parent.engine_hashes[block]);
   if (waiting.empty()) return;
   const BlockId before = parent.before;
   const bool plain = block < parent.plain || (before != kNoBlock && pool_[before].is_plain);
-  for (Orphan& orphan : waiting) {  // `parent` may move
-    Frame frame{.place = orphan.place};
-    frame.orphan = std::move(orphan);
-    frame.engine_hashes = frame.orphan.engine_hashes;
-    hash_blocks(context, prefix, frame.engine_hashes.size(), frame.orphan.tokens.data(), frame.orphan.extra,
+  for (const auto orphan : waiting) {  // `parent` may move
+    Frame frame{.place = orphan->place, .engine_hashes = orphan->engine_hashes};
+    hash_blocks(context, prefix, frame.engine_hashes.size(), orphan->tokens.data(), orphan->extra,
                 frame.own_prefixes);
     frame.prefixes = frame.own_prefixes;
-    frame.tokens = frame.orphan.tokens.data();
-    frame.plain = plain_blocks(plain, frame.orphan.extra, frame.engine_hashes.size());
+    frame.tokens = orphan->tokens.data();
+    frame.plain = plain_blocks(plain, orphan->extra, frame.engine_hashes.size());
     frame.parent = prefix;
     frame.before = before;
-    frame.owner = frame.orphan.owner;
+    frame.owner = orphan->owner;
+    frame.orphan = orphan;
     frames.push_back(std::move(frame));
+    orphan->is_released = true;
   }
 }
 
@@ -211,10 +223,9 @@ void PrefixIndex::tell(const Storing& by, Frame& frame, size_t block, BlockRecor
   if (by.told && block < frame.plain && !record.is_plain) {
     record.is_plain = true;
     if (frame.tokens != nullptr)
-      contents_.born(context.id, frame.prefixes[block], frame.tokens + block * context.block_bytes,
-                     context.block_bytes);
+      contents_.born(frame.prefixes[block], frame.tokens + block * context.block_bytes, context.block_bytes);
     else
-      contents_.born(context.id, frame.prefixes[block], frame.contents[block]);
+      contents_.born(frame.prefixes[block], frame.contents[block]);
   }
   if (by.told && frame.owner != 0)
     owners_.claim(context.claims, frame.prefixes[block], *frame.slot, frame.owner);
@@ -256,10 +267,12 @@ void PrefixIndex::store_known(const Storing& by, Frame& frame) {
       step.begin(record.holders, record.owners);
       held = sets_.contains(record.holders, *frame.slot);
       if (record.owners == kEmptySet || held != sets_.contains(record.owners, *frame.slot)) break;
-      if (!held)
-        step.lead_to(sets_.with(record.holders, context.id, *frame.slot),
-                     sets_.with(record.owners, context.id, *frame.slot));
+      if (!held) {
+        step.lead_holders_to(sets_.with(record.holders, context.id, *frame.slot));
+        step.lead_owners_to(sets_.with(record.owners, context.id, *frame.slot));
+      }
     }
+    expect(by, frame, prefix);
     if (held) {
       if (by.count_copies && !frame.restating) break;
     } else {
@@ -292,18 +305,19 @@ void PrefixIndex::store_renamed(const Storing& by, Frame& frame) {
     if (other == kNoOtherName && has_name(key)) break;
     const bool held = sets_.contains(record.holders, *frame.slot);
     if (held != (other != kNoOtherName && sets_.contains(other_names_[other].owners, *frame.slot))) break;
+    expect(by, frame, prefix);
     if (held) {
       if (by.count_copies && !frame.restating) break;
     } else {
+      SetReferences holders(sets_, sets_.with(record.holders, context.id, *frame.slot));
       touch(key);
-      if (other != kNoOtherName) {  // the name first: see store_name
+      if (other != kNoOtherName) {
         own(context, *frame.slot, Naming{kNoBlock, other}, id, key);
       } else {
         other_names_.insert(key, id, prefix, alone.id(), false);
         sets_.retain(alone.id());
       }
-      BlockId same = id;
-      hold(context, *frame.slot, same, prefix, kNoBlock, by.now);
+      hold(context, *frame.slot, id, std::move(holders));
     }
     see(by, frame, block, id, record);
   }
@@ -354,6 +368,8 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
       in_prefixes = context.listed.probe(prefix, at.prefix);
       in_names = names_.probe(at.key, at.name);
     }
+    expect(by, frame, prefix);
+    touch(at.key);
     const BlockId id = pool_.add();
     const bool follows = may_follow(frame.before, id);
     const bool is_listed = !follows || lists_all_;
@@ -377,7 +393,6 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
     }
     alone.take(2);
     ++context.records;
-    touch(at.key);
     ++slot.blocks;
     slot.digest += mix64(prefix);
     see(by, frame, block, id, record);
@@ -388,59 +403,59 @@ void PrefixIndex::store_new(const Storing& by, Frame& frame) {
 void PrefixIndex::store_block(const Storing& by, Frame& frame) {
   Context& context = by.context;
   const size_t block = frame.next - 1;
-  const uint64_t key = mix64(frame.engine_hashes[block]);
   const uint64_t prefix = frame.prefixes[block];
   if (!frame.slot) frame.slot = slot_of(context, frame.place);
   BlockId id = frame.record;
   if (id == kNoBlock)
     id = frame.is_chain ? context.find_child(sets_, frame.before, prefix)
                         : find_near(context, frame.before, prefix);
-  const BlockId parent = frame.is_chain ? frame.before : kNoBlock;
-  const bool counts = by.count_copies && !frame.restating && frame.copies.empty();
-  store_name(by, *frame.slot, key, prefix, parent, id, counts);
-  if (!frame.copies.empty()) {
-    touch(key);
-    copies_.set(key, context.id, *frame.slot, frame.copies[block] - 1);
-  }
+  store_name(by, frame, block, id);
   see(by, frame, block, id, pool_[id]);
 }
 
-// The slot names the prefix by `key`, once more when that counts; `parent` and `id` are the records of the
-// prefix's parent, if that is known, and of the prefix, kNoBlock when there is none; `id` becomes the one
-// that there is then.
-void PrefixIndex::store_name(const Storing& by, uint32_t slot, uint64_t key, uint64_t prefix, BlockId parent,
-                             BlockId& id, bool counts) {
+// The frame's slot names the prefix by the block's engine hash, once more where that counts; `id` is the
+// prefix's record, kNoBlock when there is none, and becomes the one that there is then.
+void PrefixIndex::store_name(const Storing& by, const Frame& frame, size_t block, BlockId& id) {
   Context& context = by.context;
+  const uint32_t slot = *frame.slot;
+  const uint64_t key = mix64(frame.engine_hashes[block]), prefix = frame.prefixes[block];
   if (id != kNoBlock && pool_[id].is_expired(by.now, limits_.ttl)) {
     forget(context, id);
     ++statistics_.expired;
     id = kNoBlock;
   }
+  if (id == kNoBlock && is_full(context)) make_room(context);
   const Naming name = find_own_name(context, slot, key, id, by.now);
   const bool held = id != kNoBlock && sets_.contains(pool_[id].holders, slot);
   const bool owned = name && sets_.contains(owners_of(name), slot);
-  if (!held || !owned || counts) touch(key);
-  if (held && owned) {
-    if (counts) copies_.set(key, context.id, slot, copies_.get(key, context.id, slot) + 1);
-    return;
-  }
-  if (owned) copies_.set(key, context.id, slot, 0);  // the name outlived its prefix: counted anew
+  const bool counts = by.count_copies && !frame.restating && frame.copies.empty();
+  const uint64_t more = !frame.copies.empty() ? frame.copies[block] - 1
+                        : held && owned       ? copies_.get(key, context.id, slot) + (counts ? 1 : 0)
+                                              : 0;  // a name that outlived its prefix is counted anew
+  expect(by, frame, prefix);
+  if (!held || !owned || counts || !frame.copies.empty()) touch(key);
+  if (more != 0) copies_.make_way(key);
+  if (held && !owned) aliases_.make_way(prefix);
   if (id == kNoBlock) {
-    hold(context, slot, id, prefix, parent, by.now);
+    id = add_record(context, prefix, frame.is_chain ? frame.before : kNoBlock,
+                    SetReferences(sets_, sets_.with(kEmptySet, context.id, slot)), by.now);
     try {
       own(context, slot, name, id, key);
     } catch (...) {  // no more memory: what is held without a name, nobody could take away
-      unhold(context, slot, id);
+      free_record(context, id);
       throw;
     }
-    return;
+    ++context.slots[slot].blocks;
+    context.slots[slot].digest += mix64(prefix);
+  } else {
+    SetReferences holders(sets_, held ? kEmptySet : sets_.with(pool_[id].holders, context.id, slot));
+    if (!owned) own(context, slot, name, id, key);  // from here on nothing fails
+    if (!held)
+      hold(context, slot, id, std::move(holders));
+    else if (!owned)
+      aliases_.set(prefix, context.id, slot, aliases_.get(prefix, context.id, slot) + 1);
   }
-  // The name first, for the same reason. A name of what is not held means nothing.
-  if (!owned) own(context, slot, name, id, key);
-  if (held)
-    aliases_.set(prefix, context.id, slot, aliases_.get(prefix, context.id, slot) + 1);
-  else
-    hold(context, slot, id, prefix, parent, by.now);
+  copies_.set(key, context.id, slot, more);
 }
 
 }  // namespace kvindexer

@@ -22,9 +22,10 @@ constexpr size_t kSweptAtOnce = 128;   // records, before what they counted for 
 void PrefixIndex::forget(Context& context, BlockId id) {
   list_behind(context, id);
   const uint64_t prefix = pool_[id].prefix;
-  if (exporting_) gone_.emplace_back(context.id, prefix);
+  if (touched_ && gone_.size() == gone_.capacity()) gone_.reserve(2 * gone_.size() + 64);
   die(context, pool_[id]);
-  sets_.for_each(pool_[id].holders, [&](uint32_t slot) {  // from here on nothing fails
+  if (touched_) gone_.emplace_back(context.id, prefix);  // from here on nothing fails
+  sets_.for_each(pool_[id].holders, [&](uint32_t slot) {
     --context.slots[slot].blocks;
     context.slots[slot].digest -= mix64(prefix);
     if (!aliases_.is_empty()) aliases_.set(prefix, context.id, slot, 0);
@@ -38,16 +39,16 @@ void PrefixIndex::forget(Context& context, BlockId id) {
 // Before an entry is added to a context where there is no room for one.
 void PrefixIndex::make_room(Context& context) {
   if (context.records >= limits_.prefixes_per_context_max)
-    statistics_.evicted += evict(context.eviction, &context);
-  if (pool_.size() >= limits_.prefixes_max) statistics_.evicted_in_all += evict(eviction_, nullptr);
+    evict(context.eviction, &context, statistics_.evicted);
+  if (pool_.size() >= limits_.prefixes_max) evict(eviction_, nullptr, statistics_.evicted_in_all);
 }
 
 // Makes room for at least one entry, and not many more, of the context or, when that is null, of all: a
 // threshold is taken from a sample (as Redis approximates LRU, but the sample picks the age, not the victim),
 // and the entries that it condemns go in runs of neighbouring records, a few with every insertion, so that
-// what comes next finds neighbouring numbers free. Exact up to kSample entries. Returns how many were
+// what comes next finds neighbouring numbers free. Exact up to kSample entries. Counts those that were
 // evicted: records of a dropped context make room too.
-size_t PrefixIndex::evict(Eviction& eviction, Context* only) {
+void PrefixIndex::evict(Eviction& eviction, Context* only, uint64_t& evicted) {
   Victims victims;
   for (size_t jumps = 0; victims.count == 0; ++jumps) {
     if (eviction.left == 0 || jumps == kEvictJumpsMax) {
@@ -60,13 +61,15 @@ size_t PrefixIndex::evict(Eviction& eviction, Context* only) {
   // The last goes first, as it may follow the one before it.
   while (victims.count != 0) {
     const BlockId id = victims.ids[--victims.count];
-    if (Context* const context = find_context(sets_.context(pool_[id].holders)); context != nullptr)
-      forget(*context, id);
-    else
+    Context* const context = find_context(sets_.context(pool_[id].holders));
+    if (context == nullptr) {
       bury(id);
+      continue;
+    }
+    forget(*context, id);
+    --eviction.left;
+    ++evicted;
   }
-  eviction.left -= victims.alive;
-  return victims.alive;
 }
 
 // Up to Victims::kMax of the next records that may go, and those of dropped contexts; none where kEvictRun in
@@ -221,7 +224,7 @@ void PrefixIndex::sweep_stage(Tick now, size_t visits_max, Swept& swept) {
       if (!sweep_surplus(aliases_)) break;
       // Every table has been seen since the pass began: bits that were dead before it are free. Not so for a
       // snapshot under way, which has written them: they wait for a later pass.
-      if (exporting_)
+      if (touched_)
         remains_ = true;
       else
         for (const auto& [id, context] : contexts_) context->reclaim(pass_);

@@ -109,28 +109,17 @@ class SegmentedTable {
   // Adds an entry, behind those with an equal key. Returns where it lies now.
   Entry* insert(const Entry& entry) {
     assert(!entry.empty() && "an all-zero entry cannot be stored");
-    while (true) {
-      Segment& segment = segments_[segment_of(entry.key)];
-      if (segment.size + 1 > segment.fill_max()) {
-        make_room(segment_of(entry.key));
-        continue;
-      }
-      Entry* const slots = segment.slots();
-      Entry* at = slots + segment.home(entry.key);
-      while (!at->empty() && at->key <= entry.key) ++at;
-      Entry* gap = at;
-      while (!gap->empty()) ++gap;
-      if (gap == slots + segment.places - 1) {  // the guard place stays empty
-        widen(segment_of(entry.key));
-        continue;
-      }
-      std::memmove(at + 1, at, reinterpret_cast<char*>(gap) - reinterpret_cast<char*>(at));
-      *at = entry;
-      ++segment.size;
-      ++size_;
-      return at;
-    }
+    const Gap found = find_gap(entry.key);
+    std::memmove(found.at + 1, found.at,
+                 reinterpret_cast<char*>(found.gap) - reinterpret_cast<char*>(found.at));
+    *found.at = entry;
+    ++found.segment->size;
+    ++size_;
+    return found.at;
   }
+
+  // The next insertion, if it is that of this key, needs no memory.
+  void make_way(uint64_t key) { find_gap(key); }
 
   // Removes one entry that `find`, `next_equal` or `insert` returned; pointers into the table are void
   // afterwards.
@@ -262,6 +251,29 @@ class SegmentedTable {
   static uint32_t pages_for(uint32_t entries) {  // at a load of about 0.77
     const size_t places = uint64_t{entries} * 83 / 64 + 32;
     return static_cast<uint32_t>((places * sizeof(Entry) + Pages::kPageBytes - 1) / Pages::kPageBytes);
+  }
+
+  struct Gap {
+    Segment* segment;
+    Entry* at;   // where the entry goes
+    Entry* gap;  // how far those that lie there can move back
+  };
+
+  Gap find_gap(uint64_t key) {
+    while (true) {
+      Segment& segment = segments_[segment_of(key)];
+      if (segment.size + 1 > segment.fill_max()) {
+        make_room(segment_of(key));
+        continue;
+      }
+      Entry* const slots = segment.slots();
+      Entry* at = slots + segment.home(key);
+      while (!at->empty() && at->key <= key) ++at;
+      Entry* gap = at;
+      while (!gap->empty()) ++gap;
+      if (gap != slots + segment.places - 1) return {&segment, at, gap};
+      widen(segment_of(key));  // the guard place stays empty
+    }
   }
 
   void erase_in(Segment& segment, Entry* entry) {

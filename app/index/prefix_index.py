@@ -105,6 +105,11 @@ contents
   when neither it nor any block before it has extra keys, as far as is known: what stands on a prefix that is not in
   the FuzzyIndex is not plain. Entries that are expired or held by nobody any more are there until they are swept.
 
+Memory. A call that finds none raises MemoryError. Then nothing has changed, or what some of its leading blocks change, or
+what it evicts, and made again it does the rest; what the FuzzyIndex was to be told, the next call tells it. Where a block
+is more than one change (its name in several contexts, a name that meant another prefix, orphans that wait for it), some
+of them may be done; orphans wait on for their parent to be stored again. An export or import that raised is at its end.
+
 Work. Clear, drop and context drop are O(1): dead slots are masked in every query and swept in slices by `sweep`.
 Whatever asks for a prefix without its chain (`holders`, `holdings`, `store_prefixes`, `store_hashed`, imports) needs
 every entry to be listed by its hash, and new ones from then on: `list_all` does that in slices, or they do it at once.

@@ -281,5 +281,5 @@ def stats() -> Call[dict[str, Any]]:
 
 
 def _prompt(prompt: Prompt) -> dict[str, Any]:
-    body: dict[str, Any] = msgspec.to_builtins(prompt)
+    body: dict[str, Any] = msgspec.to_builtins(prompt, builtin_types=(bytes,))  # else they become base64
     return body

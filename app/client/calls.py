@@ -281,5 +281,7 @@ def stats() -> Call[dict[str, Any]]:
 
 
 def _prompt(prompt: Prompt) -> dict[str, Any]:
-    body: dict[str, Any] = msgspec.to_builtins(prompt, builtin_types=(bytes,))  # else they become base64
+    body: dict[str, Any] = msgspec.to_builtins(prompt)
+    if prompt.extra_keys is not None:
+        body["extra_keys"] = prompt.extra_keys  # whose bytes would be base64 by now
     return body

@@ -36,7 +36,7 @@ JSON = "application/json"
 OCTETS = "application/octet-stream"
 MSGPACK = "application/msgpack"
 # Not a notation that the short way knows by sight: the same request on the framework's way.
-JSON_LONG_WAY = "application/json;charset=utf-8"
+JSON_LONG_WAY = "Application/JSON"
 
 ROUND_S = 1.0
 BODIES = 256  # different queries of a kind

@@ -123,10 +123,14 @@ bool PrefixIndex::is_restated(Context& context, Frame& frame, Tick now) {
   for (size_t block = 0; block < blocks; ++block) {
     id = context.find_child(sets_, id, prefix_at(frame, block));
     if (!holds(*slot, id, now)) return false;
-    bool is_named = false;
-    each_name(mix64(frame.engine_hashes[block]), [&](const Naming& name) {
-      return is_named = owns(name, context, *slot) && record_of(name) == id;
-    });
+    const uint64_t key = mix64(frame.engine_hashes[block]);
+    const BlockRecord& record = pool_[id];
+    // No table where the record has the name.
+    bool is_named = record.name == key && owns(Naming{id, kNoOtherName}, context, *slot);
+    if (!is_named)
+      each_name(key, [&](const Naming& name) {
+        return is_named = owns(name, context, *slot) && record_of(name) == id;
+      });
     if (!is_named) return false;
   }
   return true;

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import benchmarks
+from app.api.short_way import read_notation
+from benchmarks import http
 from benchmarks.__main__ import ALL, WITH_PEER
 from benchmarks.measure import GOAL, MISSED, Goal, print_line
 from benchmarks.wrk import Load
@@ -26,6 +28,11 @@ def using(pattern: str) -> set[str]:
 def test_every_benchmark_with_a_goal_is_run() -> None:
     assert using(r"\bGoal\(") <= set(ALL)
     assert using(r"\badd_peer_option\(parser\)") - {"dynamo_peer"} == set(WITH_PEER)
+
+
+def test_the_long_way_is_what_its_figure_is_of() -> None:
+    assert read_notation([(b"content-type", http.JSON.encode())], 1) == http.JSON
+    assert read_notation([(b"content-type", http.JSON_LONG_WAY.encode())], 1) is None
 
 
 def test_a_line_ends_with_what_is_asked_of_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -282,4 +282,6 @@ def stats() -> Call[dict[str, Any]]:
 
 def _prompt(prompt: Prompt) -> dict[str, Any]:
     body: dict[str, Any] = msgspec.to_builtins(prompt)
+    if prompt.extra_keys is not None:
+        body["extra_keys"] = prompt.extra_keys  # whose bytes would be base64 by now
     return body

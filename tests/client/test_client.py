@@ -67,6 +67,7 @@ def test_bad_events_are_named(client: Driver) -> None:
         {"lora": "x"},
         {"cache_salt": "salt"},
         {"extra_keys": [None, [["image", 3]]]},
+        {"extra_keys": [[b"digest"]]},
         {"lora": "x", "cache_salt": "salt", "extra_keys": [[["image", 0]]]},
     ],
 )

@@ -18,7 +18,6 @@
 #include <array>
 #include <bit>
 #include <cstdint>
-#include <new>
 #include <type_traits>
 #include <vector>
 

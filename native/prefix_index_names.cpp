@@ -1,7 +1,6 @@
 // Records and their names, one at a time.
 #include <algorithm>
 #include <array>
-#include <new>
 
 #include "prefix_index.hpp"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import array
-import functools
 import importlib
 import importlib.util
 import json
@@ -24,7 +23,7 @@ from benchmarks import prompts
 from benchmarks.measure import print_line
 from benchmarks.processes import Server, free_port, running
 from benchmarks.prompts import Fleet
-from benchmarks.wrk import Load, Wrk, in_turns
+from benchmarks.wrk import WIDE, Kind, Load, Wrk
 
 BODIES = 256
 LOADED_WITHIN_S = 180.0
@@ -60,18 +59,16 @@ def measure_peer(wrk: Wrk, core: set[int] | None, fleet: Fleet, rounds: int) -> 
         narrow = list(fleet.narrow_chains)[:: max(1, len(fleet.narrow_chains) // BODIES)][:BODIES]
         seen: dict[str, Load] = {}
         for kinds in zip(_queries(narrow), _queries(range(fleet.wide)), strict=True):
-            drives = []
-            for (_, path, bodies), chain in zip(kinds, (narrow[0], 0), strict=True):
+            for (_, path, _, bodies), chain in zip(kinds, (narrow[0], 0), strict=True):
                 _check(server, path, bodies[0], fleet.pods_of(chain))
-                drives.append(functools.partial(wrk.drive, server, path, bodies, "application/json"))
             name = kinds[0][0]
-            seen[name], seen[name + ", 64 pods"] = in_turns(rounds, *drives)
+            seen[name], seen[name + WIDE] = wrk.drive_in_turns(server, *kinds, rounds)
             print_line(f"peer: {name}", seen[name])
-            print_line(f"peer: {name}, 64 pods", seen[name + ", 64 pods"])
+            print_line(f"peer: {name}{WIDE}", seen[name + WIDE])
         return seen
 
 
-def _queries(chains: Sequence[int]) -> list[tuple[str, str, list[bytes]]]:
+def _queries(chains: Sequence[int]) -> list[Kind]:
     hash_of = importlib.import_module("dynamo.llm").compute_block_hash_for_seq
     by_tokens, by_hashes = [], []
     for chain in chains:
@@ -80,8 +77,8 @@ def _queries(chains: Sequence[int]) -> list[tuple[str, str, list[bytes]]]:
         by_tokens.append(_json(model_name="m", token_ids=tokens))
         by_hashes.append(_json(model_name="m", block_hashes=hashes.tolist()))
     return [
-        ("match tokens, JSON", "/query", by_tokens),
-        ("match hashes, JSON", "/query_by_hash", by_hashes),
+        ("match tokens, JSON", "/query", "application/json", by_tokens),
+        ("match hashes, JSON", "/query_by_hash", "application/json", by_hashes),
     ]
 
 

@@ -12,7 +12,6 @@ Figures of one run are comparable with each other; machines are shared and noisy
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 import tempfile
@@ -30,7 +29,7 @@ from benchmarks.dynamo_peer import add_peer_option, measure_peer
 from benchmarks.measure import Goal, print_line, print_machine
 from benchmarks.processes import Server, free_port, running, split_cores
 from benchmarks.prompts import Fleet
-from benchmarks.wrk import CONNECTIONS, Load, Wrk, in_turns, is_installed
+from benchmarks.wrk import CONNECTIONS, WIDE, Kind, Load, Wrk, is_installed
 
 JSON = "application/json"
 OCTETS = "application/octet-stream"
@@ -41,7 +40,6 @@ JSON_LONG_WAY = "Application/JSON"
 ROUND_S = 1.0
 BODIES = 256  # different queries of a kind
 POSTED = 4_000  # events measured, at most
-WIDE = ", 64 pods"  # behind the name of a query
 
 GOALS_US = {
     "match tokens, JSON": 120,
@@ -101,10 +99,8 @@ def _measure_floor(wrk: Wrk, core: set[int] | None, rounds: int) -> None:
     query = _json(model="m", token_ids=prompts.token_ids(0))
     command = [sys.executable, "-m", "benchmarks.bare_server", str(port), "2000"]
     with running(command, port, core) as server:
-        large, small = in_turns(
-            rounds,
-            lambda: wrk.drive(server, "/", [query], JSON),
-            lambda: wrk.drive(server, "/", [query[:2_048]], JSON),
+        large, small = wrk.drive_in_turns(
+            server, ("25 kB", "/", JSON, [query]), ("2 kB", "/", JSON, [query[:2_048]]), rounds
         )
         print_line("floor: uvicorn alone, 25 kB in, 2 kB out", large)
         print_line("floor: uvicorn alone, 2 kB in, 2 kB out", small)
@@ -123,12 +119,10 @@ def _measure_ours(wrk: Wrk, core: set[int] | None, fleet: Fleet, rounds: int) ->
         )
         seen: dict[str, Load] = {}
         for kinds in zip(_queries(narrow), _queries(range(fleet.wide)), strict=True):
-            drives = []
             for (_, path, content_type, bodies), chain in zip(kinds, (narrow[0], 0), strict=True):
                 _check_match(server.connect(), path, content_type, bodies[0], fleet.pods_of(chain))
-                drives.append(functools.partial(wrk.drive, server, path, bodies, content_type))
             name = kinds[0][0]
-            seen[name], seen[name + WIDE] = in_turns(rounds, *drives)
+            seen[name], seen[name + WIDE] = wrk.drive_in_turns(server, *kinds, rounds)
             _print_load(name, seen[name])
             _print_load(name + WIDE, seen[name + WIDE])
         for name, path, content_type, bodies in _events(fleet.chains):
@@ -136,9 +130,6 @@ def _measure_ours(wrk: Wrk, core: set[int] | None, fleet: Fleet, rounds: int) ->
             seen[name] = wrk.drive(server, path, bodies[1:], content_type, once=True)
             _print_load(name, seen[name])
         return seen
-
-
-Kind = tuple[str, str, str, list[bytes]]  # name, path with query, Content-Type, bodies
 
 
 def _queries(chains: Sequence[int]) -> Iterable[Kind]:

@@ -8,7 +8,7 @@ import os
 import shutil
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.processes import Server
@@ -17,6 +17,9 @@ from benchmarks.processes import Server
 # while nobody asks counts as well.
 ONCE_SECONDS = 1.0
 CONNECTIONS = 32
+
+Kind = tuple[str, str, str, list[bytes]]  # of requests: name, path with query, Content-Type, bodies
+WIDE = ", 64 pods"  # behind the name of a kind that all pods answer to
 
 # Arguments: Content-Type, "once" or "again", how many bodies, and the folder of files 0, 1, 2 ...
 _SCRIPT = """
@@ -76,12 +79,6 @@ class Load:
         )
 
 
-def in_turns(rounds: int, *drives: Callable[[], Load]) -> list[Load]:
-    """Each of them once a round, so that what else the machine does falls on all of them."""
-    runs = [[drive() for drive in drives] for _ in range(rounds)]
-    return [Load.of(each) for each in zip(*runs, strict=True)]
-
-
 def is_installed() -> bool:
     return shutil.which("wrk") is not None
 
@@ -95,6 +92,14 @@ class Wrk:
         self._seconds = seconds
         self._script = folder / "load.lua"
         self._script.write_text(_SCRIPT)
+
+    def drive_in_turns(self, server: Server, one: Kind, other: Kind, rounds: int) -> tuple[Load, Load]:
+        """Each once a round, so that what else the machine does falls on both."""
+        runs: tuple[list[Load], list[Load]] = ([], [])
+        for _ in range(rounds):
+            for (_, path, content_type, bodies), loads in zip((one, other), runs, strict=True):
+                loads.append(self.drive(server, path, bodies, content_type))
+        return Load.of(runs[0]), Load.of(runs[1])
 
     def drive(
         self, server: Server, path: str, bodies: Sequence[bytes], content_type: str, *, once: bool = False

@@ -14,7 +14,7 @@ document on standard output and nothing else there; tables, progress and complai
     demo, traffic                       app/demo
 
 What needs the native core is imported late: a missing core must be one sentence and no traceback. And of all
-commands only the one that a command line names is imported: most start in half the time.
+commands only the one that a command line names is imported: most load half as much.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.bounded_read import read_at_most
+from app.bounded_read import get_at_most
 from app.discovery.sightings import Sighting
 from app.endpoints import Endpoint, parse_endpoint, rank_endpoints
 from app.errors import UNDECODABLE, InvalidInput, Unresponsive
@@ -171,9 +171,7 @@ async def _get(client: httpx.AsyncClient, url: str, bytes_max: int) -> bytes:
 
 
 async def _read(client: httpx.AsyncClient, url: str, bytes_max: int) -> bytes:
-    async with client.stream("GET", url) as response:
-        response.raise_for_status()
-        body = await read_at_most(response, bytes_max)
+    body = await get_at_most(client, url, bytes_max)
     if body is None:
         raise InvalidInput(f"{url} answered with more than {bytes_max} bytes")
     return body

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.bounded_read import read_at_most
+from app.bounded_read import get_at_most
 from app.config import Settings
 from app.pods import PodSpec
 from app.routing.routing import Load
@@ -157,9 +157,7 @@ def _rank(label: str) -> int | None:
 
 
 async def _page(client: httpx.AsyncClient, url: str, bytes_max: int) -> bytes:
-    async with client.stream("GET", url) as response:
-        response.raise_for_status()
-        page = await read_at_most(response, bytes_max)
+    page = await get_at_most(client, url, bytes_max)
     if page is None:
         raise ValueError(f"the page is longer than loads_bytes_max = {bytes_max} bytes")
     return page
